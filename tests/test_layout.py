@@ -1,0 +1,73 @@
+"""The format's sizes and positions, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.layout import LANES, PageLayout, lane_word_offset
+
+BYTES = {
+    #          64     80     96    128    192    256
+    "k8v4": (100, 148, 148, 196, 292, 388),
+    "4bit_nc": (70, 102, 102, 134, 198, 262),
+    "k3v4_nc": (62, 90, 90, 118, 174, 230),
+    "3bit_nc": (54, 78, 78, 102, 150, 198),
+    "tq4": (70, 102.5, 103, 136, 202, 268),
+    "tq3": (54, 78.5, 79, 104, 154, 204),
+    "tq3v2": (46, 66.5, 67, 88, 130, 172),
+    "tq2": (38, 54.5, 55, 72, 106, 140),
+}
+DIMS = (64, 80, 96, 128, 192, 256)
+
+
+@pytest.mark.parametrize("preset", BYTES)
+def test_bytes_per_token(preset: str) -> None:
+    for dim, expected in zip(DIMS, BYTES[preset], strict=True):
+        assert PRESETS[preset].layout(dim, dim, torch.bfloat16).bytes_per_token == expected, dim
+
+
+def test_bytes_of_raw_and_of_different_dims() -> None:
+    raw = PRESETS["raw"]
+    assert raw.layout(128, 64, torch.bfloat16).bytes_per_token == 2 * (128 + 64)
+    assert raw.layout(128, 64, torch.float32).bytes_per_token == 4 * (128 + 64)
+    # tq4, K 96 / V 64: codes 48 + 32, two scales 4, header 192 / 64
+    assert PRESETS["tq4"].layout(96, 64, torch.float16).bytes_per_token == 87
+    # a 32-token page bears the header twice as heavily
+    assert TurboQuantConfig.from_preset("tq4", page_size=32).layout(128, 128, torch.float16).bytes_per_token == 140
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dim", [16, 48, 80, 256])
+def test_parts_fill_the_page_and_stay_aligned(preset: str, dim: int) -> None:
+    layout = PRESETS[preset].layout(dim, dim, torch.float16)
+    assert layout.page_words == layout.header_words + layout.page_size // 32 * layout.group_words
+    assert layout.group_words == layout.key_words + layout.value_words + layout.metadata_words
+    for words in (layout.header_words, layout.key_words, layout.value_words, layout.metadata_words):
+        assert words % 4 == 0  # 16 bytes
+    assert 2 * layout.header_words >= (dim if layout.center_keys else 0)
+
+
+@pytest.mark.parametrize("words_per_lane", range(1, 65))
+def test_lane_words_fill_a_group_once(words_per_lane: int) -> None:
+    offsets = sorted(lane_word_offset(lane, p, words_per_lane) for lane in range(LANES) for p in range(words_per_lane))
+    assert offsets == list(range(LANES * words_per_lane))
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "tq4"])
+def test_metadata_fills_its_words_once(preset: str) -> None:
+    layout = PRESETS[preset].layout(64, 64, torch.float16)
+    offsets = sorted(layout.metadata_offset(field, token) for field in layout.metadata for token in range(32))
+    assert offsets == list(range(2 * layout.metadata_words))
+
+
+def test_a_single_field_has_its_own_block() -> None:
+    layout = PageLayout(64, 64, 64, "raw", 16, "lloyd_max", 4, False, "gaussian")
+    assert [layout.metadata_offset("value_scale", token) for token in (0, 8, 1, 31)] == [0, 1, 4, 31]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_name_stands_for_the_layout(preset: str) -> None:
+    layout = PRESETS[preset].layout(96, 64, torch.float32)
+    assert PageLayout.from_name(layout.name) == layout

@@ -1,0 +1,21 @@
+"""tq_hf: keys and values of HuggingFace transformers models at 2 to 4 bits, read where they lie.
+
+Importing the package registers the attention function `"turboquant"`.
+"""
+
+from .attention import ATTENTION_NAME
+from .cache import CacheReport, TurboQuantCache
+from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
+from .layer import LayerReport
+
+__version__ = "0.1.0"
+__all__ = [
+    "ATTENTION_NAME",
+    "DEFAULT_PRESET",
+    "PRESETS",
+    "CacheReport",
+    "LayerReport",
+    "TurboQuantCache",
+    "TurboQuantConfig",
+    "__version__",
+]

@@ -1,0 +1,242 @@
+"""The `"turboquant"` attention and mask functions, and the interception of torch's SDPA.
+
+Three ways lead to the packed pages, and all end in `TurboQuantLayer.attend`:
+
+- `attn_implementation="turboquant"`: `turboquant_attention` gets the handles from the model's attention module.
+- the model's default `"sdpa"`: `F.scaled_dot_product_attention` meets a handle and calls `intercept_sdpa`.
+- anything else (`"eager"`, a model's own attention code) reads a dense, dequantized copy through the handle.
+
+Masks come in three kinds: None (nothing but causality), *compact* (uint8 [B, 1, 1, kv]: which positions are not padding;
+causality comes on top) and *complete* (bool [B, 1, q, kv], causality included).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+
+from . import ops
+from .packed_kv import PackedKV
+
+ATTENTION_NAME = "turboquant"
+# Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
+_REFUSED = ("indices", "block_indices", "sinks", "head_mask")
+
+
+def turboquant_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask for one kind of layer, in transformers' mask interface.
+
+    Returns:
+        None where only causality applies, a compact uint8 [B, 1, 1, kv_length] keep-mask where tokens are padding, and
+        transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked layers, custom patterns and
+        static caches (whose filled length is on the device).
+    """
+    is_static = isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length
+    plain = mask_function is causal_mask_function and local_size is None and not use_vmap and not is_static
+    if not plain or not allow_is_causal_skip:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    return keep[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
+
+
+def turboquant_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor | PackedKV,
+    value: Tensor | PackedKV,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' attention interface; reads packed pages where `key` and `value` are handles.
+
+    Args:
+        query: [B, Hq, q, D].
+        key, value: handles of a `TurboQuantCache`, or tensors [B, H, kv, D / Dv].
+        attention_mask: None, compact or complete (module docstring), or transformers' additive float mask.
+        softcap: scores become softcap * tanh(scores / softcap).
+        s_aux: [Hq] learned sink logits.
+
+    Returns:
+        ([B, q, Hq, Dv], None): attention weights are not available.
+
+    Raises:
+        ValueError: an argument that would change the result and is not supported.
+    """
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"attention argument {name!r} is not supported by attn_implementation='turboquant': load the model with"
+                " attn_implementation='sdpa' or 'eager'."
+            )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    needs_sdpa = kwargs.get("position_bias") is not None or dropout > 0 or not _is_keep_mask(attention_mask)
+    if isinstance(key, PackedKV) and isinstance(value, PackedKV) and not needs_sdpa:
+        return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
+
+    key, value = _dense(key), _dense(value)
+    mask = _complete(attention_mask, query.shape[2], key.shape[2], is_causal, key.device)
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    if needs_sdpa:
+        raise ValueError(
+            "softcap and s_aux cannot be combined with dropout, position_bias or an additive float mask in"
+            " attn_implementation='turboquant': use attn_implementation='eager'."
+        )
+    causal = is_causal and mask is None
+    return ops.attend_exact(query, key, value, mask, s_aux, scaling, softcap or 0.0, causal), None
+
+
+def _packed(
+    query: Tensor,
+    key: PackedKV,
+    mask: Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    step, layer, new = key.step, key.step.layer, key.raw.shape[2]
+    complete = mask is not None and mask.dtype == torch.bool
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise ValueError(
+            f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
+            " window. Use attn_implementation='sdpa' with DynamicCache for this model."
+        )
+    keep = _keep_rows(mask, query.shape[0])
+    causal = is_causal and not complete
+    if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
+        # Nothing is packed yet: torch's own kernels over the raw states are exact and fastest.
+        raw_mask = None if mask is None else mask[..., :new]
+        out = F.scaled_dot_product_attention(
+            query,
+            step.key,
+            step.value,
+            attn_mask=raw_mask,
+            is_causal=causal and query.shape[2] > 1,
+            scale=scaling,
+            enable_gqa=query.shape[1] != step.key.shape[1],
+        ).transpose(1, 2)
+        out = out.contiguous()
+    else:
+        out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
+    layer.commit(step, keep)
+    return out
+
+
+def intercept_sdpa(
+    query: Tensor,
+    key: Tensor | PackedKV,
+    value: Tensor | PackedKV,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` where key or value is a handle: the same arguments and result.
+
+    Its masks are complete by torch's contract, and `is_causal` aligns the first query with the first key, which is only
+    meaningful for a first prompt.
+    """
+    packed = isinstance(key, PackedKV) and isinstance(value, PackedKV) and key.step is value.step
+    readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
+    if packed and readable and dropout_p == 0.0:
+        assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
+        step, layer = key.step, key.step.layer
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
+            raw_key, raw_value = step.key, step.value
+            out = F.scaled_dot_product_attention(
+                query,
+                raw_key,
+                raw_value,
+                attn_mask=None if attn_mask is None else attn_mask[..., : raw_key.shape[2]],
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa or key.repeats > 1,
+            )
+            layer.commit(step, _keep_rows(attn_mask, query.shape[0]))
+            return out
+        if not is_causal:
+            scaling = query.shape[-1] ** -0.5 if scale is None else scale
+            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
+            layer.commit(step, _keep_rows(attn_mask, query.shape[0]))
+            return out
+    return F.scaled_dot_product_attention(
+        query, _dense(key), _dense(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _dense(states: Tensor | PackedKV) -> Tensor:
+    return states.dense() if isinstance(states, PackedKV) else states
+
+
+def _is_keep_mask(mask: Tensor | None) -> bool:
+    """Whether the packed path can read the mask: keep or drop, the same for all heads."""
+    return mask is None or (mask.dtype in (torch.bool, torch.uint8) and mask.ndim == 4 and mask.shape[1] == 1)
+
+
+def _keep_rows(mask: Tensor | None, batch_size: int) -> Tensor | None:
+    """Which positions of each row are not padding, [B, kv]: what the newest query may see."""
+    return None if mask is None else mask[:, 0, -1].expand(batch_size, -1)
+
+
+def _complete(mask: Tensor | None, queries: int, keys: int, causal: bool, device: torch.device) -> Tensor | None:
+    """A mask that torch's SDPA understands: complete, or None where its own `is_causal` rule fits."""
+    if mask is not None and mask.dtype != torch.uint8:
+        return mask
+    keep = None if mask is None else mask[..., :keys] != 0
+    if not causal or queries == 1 or (keep is None and queries == keys):
+        return keep
+    position = torch.arange(keys, device=device)
+    allowed = position <= position[keys - queries :, None]  # the last query is the newest key
+    return allowed[None, None] if keep is None else allowed & keep
+
+
+AttentionInterface.register(ATTENTION_NAME, turboquant_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, turboquant_mask)

@@ -1,0 +1,286 @@
+"""`TurboQuantCache`: a drop-in for transformers' `DynamicCache` (or, with `max_cache_len`, `StaticCache`).
+
+    model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from . import ops
+from .config import DEFAULT_PRESET, TurboQuantConfig
+from .layer import LayerReport, TurboQuantLayer
+from .pages import BlockTable
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds, layer by layer, counted from its real tensors. `str()` gives a Markdown table.
+
+    Attributes:
+        preset: name of the preset.
+        layers: one `LayerReport` a layer.
+        table_bytes: bytes of the block table that the layers share.
+    """
+
+    preset: str
+    layers: tuple[LayerReport, ...]
+    table_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers) + self.table_bytes
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens in packed pages, summed over layers and rows."""
+        return sum(layer.packed_tokens for layer in self.layers)
+
+    @property
+    def exact_tokens(self) -> int:
+        return sum(layer.exact_tokens for layer in self.layers)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """What the same tokens take in bfloat16."""
+        return sum(layer.bytes_bf16 for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """`bytes_bf16` over `nbytes`."""
+        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
+
+    def __str__(self) -> str:
+        rows = ["| layer | kind | packed tokens | exact tokens | bytes | ratio to bf16 |", "| --- " * 6 + "|"]
+        total = LayerReport(-1, "", self.packed_tokens, self.exact_tokens, self.nbytes, self.bytes_bf16)
+        for r in (*self.layers, total):
+            name = "all" if r.layer < 0 else str(r.layer)
+            rows.append(f"| {name} | {r.kind} | {r.packed_tokens} | {r.exact_tokens} | {r.nbytes} | {r.ratio:.2f} |")
+        return "\n".join(rows)
+
+
+class TurboQuantCache(Cache):
+    """Keys and values at 2 to 4 bits in pages that attention reads directly.
+
+    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, ...) keeps
+    transformers' own class, and boundary layers of presets that ask for them keep the model's dtype in the same pages.
+
+    Args:
+        config: the model's config.
+        preset: a name of `tq_hf.PRESETS`, or a `TurboQuantConfig`.
+        max_cache_len: capacity in tokens. None grows with the sequence; a number preallocates everything, keeps lengths
+            on the device and lets `generate()` compile decoding.
+        overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
+
+    Raises:
+        ValueError: an unknown preset or field, a value out of range, a head_dim without a packed layout, or a model
+            none of whose layers can be packed.
+
+    Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        preset: str | TurboQuantConfig = DEFAULT_PRESET,
+        *,
+        max_cache_len: int | None = None,
+        **overrides: Any,
+    ) -> None:
+        if isinstance(preset, TurboQuantConfig):
+            self.preset, self.quantization = "custom", replace(preset, **overrides)
+        else:
+            self.preset, self.quantization = preset, TurboQuantConfig.from_preset(preset, **overrides)
+        if max_cache_len is not None and (isinstance(max_cache_len, bool) or max_cache_len < 1):
+            raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a number of tokens, or None.")
+        text = config.get_text_config(decoder=True)
+        _validate_model(text, self.quantization)
+        self.max_cache_len = max_cache_len
+        stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
+        packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
+        if not packable or len(exact) == len(packable):
+            raise ValueError(
+                f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (full-attention"
+                f" layers: {len(packable)}, boundary layers kept exact: {len(exact)}): use transformers' own cache"
+                " classes, or fewer boundary_layers."
+            )
+        settings = self.quantization
+        self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
+        unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False)
+        for i in packable:
+            layer_config = unquantized if i in exact else settings
+            stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
+        super().__init__(layers=stock.layers)
+
+    @property
+    def packed_layers(self) -> list[TurboQuantLayer]:
+        """The layers whose tokens live in pages."""
+        return [layer for layer in self.layers if isinstance(layer, TurboQuantLayer)]
+
+    # -- edits: the shared table once, then each layer -----------------------------------------------------------------
+    def reset(self) -> None:
+        """Forget all tokens. The batch size may change afterwards, except in the static mode."""
+        if self.table.is_static:
+            self.table.restart()
+        else:
+            self.table.clear()
+        for layer in self.layers:
+            if isinstance(layer, TurboQuantLayer):
+                layer.forget()
+            else:
+                layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing.
+
+        Raises:
+            ValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
+            )
+        for layer in self.layers:
+            if not isinstance(layer, TurboQuantLayer):
+                layer.crop(tokens_to_remove)
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+        if tokens_to_remove == 0 or not layers:
+            return
+        for layer in layers:
+            layer.flush()
+        before, packed_end, used = layers[0].counters.tolist()
+        length = max(0, before + tokens_to_remove)
+        if length < packed_end:
+            packed_end, used = self.table.crop(length, used)
+        for layer in layers:
+            layer.cut(length, packed_end, used)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
+        self._select_rows(beam_idx)
+        for layer in self.layers:
+            if not isinstance(layer, TurboQuantLayer):
+                layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times; the copies share the packed pages."""
+        if self.table.batch_size is not None:
+            self._select_rows(torch.arange(self.table.batch_size).repeat_interleave(repeats))
+        for layer in self.layers:
+            if not isinstance(layer, TurboQuantLayer):
+                layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices` (int64 indices or a bool mask)."""
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self._select_rows(rows)
+        for layer in self.layers:
+            if not isinstance(layer, TurboQuantLayer):
+                layer.batch_select_indices(indices)
+
+    def _select_rows(self, indices: Tensor) -> None:
+        if self.table.batch_size is None:
+            return
+        if self.table.is_static:
+            raise NotImplementedError(
+                "rows of a static TurboQuantCache cannot be reordered, repeated or selected: use a cache without"
+                " max_cache_len for beam search and several return sequences."
+            )
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+        for layer in layers:
+            layer.flush()
+        self.table.select_rows(indices.tolist())
+        for layer in layers:
+            layer.select_rows(indices)
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that the cache holds."""
+        return self.report().nbytes
+
+    def report(self) -> CacheReport:
+        """Tokens packed and exact, bytes and the ratio to bf16, layer by layer."""
+        layers = []
+        for i, layer in enumerate(self.layers):
+            layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else _stock_report(i, layer))
+        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
+
+    def check(self) -> None:
+        """Raise if something could not be stored as given.
+
+        Raises:
+            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero) or a scale
+                beyond fp16 (stored saturated).
+        """
+        kinds = ((ops.NON_FINITE_KEY, "a non-finite key"), (ops.NON_FINITE_VALUE, "a non-finite value"))
+        kinds += ((ops.SATURATED, "a scale beyond fp16"),)
+        found = []
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, TurboQuantLayer) or not layer.is_initialized:
+                continue
+            layer.flush()
+            flags = layer.flags.tolist()
+            for bit, what in kinds:
+                if heads := [h for h, flag in enumerate(flags) if flag & bit]:
+                    found.append(f"layer {i}, KV heads {heads}: {what}")
+        if found:
+            raise ValueError(
+                "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, scales"
+                f" are clamped): {'; '.join(found)}. Check the model's dtype and inputs."
+            )
+
+    def __repr__(self) -> str:
+        mode = "dynamic" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
+        if self.table.batch_size is None:
+            return f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers, empty)"
+        report = self.report()
+        return (
+            f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers,"
+            f" {report.nbytes / 2**20:.1f} MiB, {report.ratio:.2f} times smaller than bf16)"
+        )
+
+
+def _boundary(packable: list[int], layers: int, count: int) -> set[int]:
+    """Layers to keep exact: `count` at each end of a dense model, at most half of its layers; none on hybrids."""
+    if len(packable) < layers:
+        return set()
+    count = min(count, layers // 4)
+    return set(packable[:count] + packable[len(packable) - count :])
+
+
+def _validate_model(config: PretrainedConfig, quantization: TurboQuantConfig) -> None:
+    """Refuse at construction what would fail at the first token."""
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"model type {config.model_type!r} caches latents (multi-head latent attention, kv_lora_rank="
+            f"{config.kv_lora_rank}), which have no packed layout: use transformers' DynamicCache."
+        )
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    dim = getattr(config, "head_dim", None) or (hidden // heads if isinstance(heads, int) and hidden else None)
+    if isinstance(dim, int):
+        quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
+
+
+def _stock_report(index: int, layer: Any) -> LayerReport:
+    """One of transformers' own layers: everything it holds is exact."""
+    tensors: dict[int, Tensor] = {}
+    for value in vars(layer).values():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, Tensor):
+                tensors[tensor.data_ptr()] = tensor
+    nbytes = sum(t.untyped_storage().nbytes() for t in tensors.values())
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
+    tokens = held[0].shape[0] * held[0].shape[2] if held else 0
+    return LayerReport(index, type(layer).__name__, 0, tokens, nbytes, sum(2 * t.numel() for t in held))

@@ -1,0 +1,177 @@
+"""What a packed cache costs and saves on a real model, beside another cache on the same text.
+
+The measurement is made where quantization acts. A prompt's first forward attends to its own exact states, so comparing its
+logits says nothing about the cache; here only positions count that read at least one packed page.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cache import TurboQuantCache
+from .config import TurboQuantConfig
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One greedy continuation and its speed.
+
+    Attributes:
+        tokens: int64 [new_tokens], on the CPU.
+        first_token_seconds: from the call to the first new token (the prompt's forward).
+        tokens_per_s: new tokens after the first, by the time they took; 0 if there is only one.
+    """
+
+    tokens: Tensor
+    first_token_seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How close the logits with the packed cache are to the logits with the exact one, over the same text.
+
+    Attributes:
+        kl: mean KL(exact || packed) of the next-token distributions, in nats.
+        top1: share of positions where both rank the same token first.
+        positions: how many positions counted.
+    """
+
+    kl: float
+    top1: float
+    positions: int
+
+
+class _Clock:
+    """A streamer for `generate()` that notes when each token arrives on the host."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.times: list[float] = []
+        self.progress = progress
+
+    def put(self, tokens: Tensor) -> None:
+        self.times.append(time.perf_counter())  # the first call brings the prompt
+        if self.progress is not None and len(self.times) > 1:
+            self.progress(1)
+
+    def end(self) -> None:
+        pass
+
+
+def generate_timed(
+    model: Any, input_ids: Tensor, cache: Any, max_new_tokens: int, progress: Progress | None = None
+) -> Generation:
+    """Generate greedily and to full length (the end token is suppressed, so that two caches hold equally many tokens).
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: int64 [1, prompt], on the model's device.
+        cache: an empty cache, filled by the call.
+        max_new_tokens: how many tokens to generate; at least 1.
+        progress: called with 1 at every new token.
+    """
+    clock = _Clock(progress)
+    output = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        past_key_values=cache,
+        streamer=clock,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+    )
+    start, first, *rest = clock.times
+    return Generation(
+        tokens=output[0, input_ids.shape[1] :].cpu(),
+        first_token_seconds=first - start,
+        tokens_per_s=len(rest) / (rest[-1] - first) if rest else 0.0,
+    )
+
+
+def cache_nbytes(cache: Any) -> int:
+    """Bytes of all tensors that the layers of a transformers cache hold, each storage counted once."""
+    storages: dict[tuple[torch.device, int], int] = {}
+    for layer in cache.layers:
+        for tensor in _tensors(vars(layer)):
+            storage = tensor.untyped_storage()
+            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def first_page_tokens(config: TurboQuantConfig) -> int:
+    """How many tokens a sequence has when its first page is packed."""
+    return config.sink_tokens + config.recent_window + config.page_size
+
+
+def text_chunks(length: int, config: TurboQuantConfig) -> list[tuple[int, int]]:
+    """Cut a text so that feeding it in chunks reads what feeding it token by token would read.
+
+    The first chunk is the shortest prompt after which a page is packed; each later one ends where the next page falls due,
+    so no page becomes due in the middle of a chunk.
+
+    Returns:
+        [(start, end), ...], covering 0 .. length.
+    """
+    first = min(length, first_page_tokens(config))
+    ends = [*range(first, length, config.page_size), length]
+    return list(zip([0, *ends], ends))
+
+
+@torch.no_grad()
+def logit_agreement(
+    model: Any, input_ids: Tensor, exact: Any, packed: TurboQuantCache, progress: Progress | None = None
+) -> Agreement:
+    """Feed a text through two caches, chunk by chunk, and compare the next-token distributions.
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: int64 [1, length], on the model's device.
+        exact: an empty cache to compare with, such as `DynamicCache(config=model.config)`.
+        packed: an empty cache, whose page size decides the chunks.
+        progress: called with the number of tokens done, after each chunk.
+
+    Raises:
+        ValueError: the text is too short for any position to read a packed page.
+    """
+    kl, same, positions = 0.0, 0, 0
+    for start, end in text_chunks(input_ids.shape[1], packed.quantization):
+        chunk = input_ids[:, start:end]
+        counts = packed.report().packed_tokens > 0
+        reference = model(chunk, past_key_values=exact, use_cache=True).logits
+        logits = model(chunk, past_key_values=packed, use_cache=True).logits
+        if counts:
+            p, q = F.log_softmax(reference.float(), dim=-1), F.log_softmax(logits.float(), dim=-1)
+            kl += F.kl_div(q, p, log_target=True, reduction="sum").item()
+            same += int((reference.argmax(-1) == logits.argmax(-1)).sum())
+            positions += end - start
+        if progress is not None:
+            progress(end - start)
+    if not positions:
+        raise ValueError(
+            f"a text of {input_ids.shape[1]} tokens reads no packed page: the first page is packed after"
+            f" {first_page_tokens(packed.quantization)} tokens."
+        )
+    return Agreement(kl=max(kl / positions, 0.0), top1=same / positions, positions=positions)

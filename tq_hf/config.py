@@ -1,0 +1,134 @@
+"""Presets: what is kept at how many bits. A preset is data; `TurboQuantConfig` validates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from .layout import KEY_WIDTHS, PAGE_SIZES, VALUE_WIDTHS, PageLayout
+
+CODEBOOKS = ("gaussian", "beta", "int8_grid")
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TurboQuantConfig:
+    """How a `TurboQuantCache` stores keys and values.
+
+    Args:
+        key_format: `"lloyd_max"` (Hadamard rotation, Lloyd-Max codes, one norm), `"fp8"` (e4m3, no rotation) or `"raw"`
+            (the model's dtype in the same pages, for exact tests).
+        key_bits: 2, 3 or 4 for `lloyd_max`, 8 for `fp8`; ignored by `raw`, which takes the model's width.
+        value_format: `"lloyd_max"` (rotated, one scale), `"min_max"` (scale and minimum per vector) or `"raw"`.
+        value_bits: 2, 3 or 4, for `min_max` also 8; ignored by `raw`.
+        center_keys: subtract each page's mean key and keep it in the page's header (`lloyd_max` keys only).
+        codebook: Lloyd-Max levels: `"gaussian"` for N(0, 1/d), `"beta"` for the exact marginal of a unit vector's
+            coordinate, `"int8_grid"` for Gaussian levels on an 8-bit grid that integer tensor cores can multiply.
+        page_size: tokens packed at once: 32, 64, 128 or 256.
+        recent_window: the newest tokens that stay exact, at least; a page is packed when all its tokens are older.
+        sink_tokens: the first tokens of each sequence that stay exact for good (padding not counted).
+        boundary_layers: how many layers at each end of a dense model stay in the model's dtype.
+
+    Raises:
+        ValueError: a field out of range, naming the value and what was expected.
+    """
+
+    key_format: str
+    key_bits: int
+    value_format: str
+    value_bits: int
+    center_keys: bool = False
+    codebook: str = "gaussian"
+    page_size: int = 64
+    recent_window: int = 0
+    sink_tokens: int = 0
+    boundary_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, widths in (("key", KEY_WIDTHS), ("value", VALUE_WIDTHS)):
+            fmt, bits = getattr(self, f"{name}_format"), getattr(self, f"{name}_bits")
+            if fmt not in widths:
+                raise ValueError(f"{name}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
+            if fmt != "raw" and bits not in widths[fmt]:
+                raise ValueError(f"{name}_bits={bits!r} does not fit {name}_format={fmt!r}: expected one of {widths[fmt]}.")
+        if self.center_keys and self.key_format != "lloyd_max":
+            raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
+        if self.codebook not in CODEBOOKS:
+            raise ValueError(f"codebook={self.codebook!r} is unknown: expected one of {CODEBOOKS}.")
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={self.page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
+        for name in ("recent_window", "sink_tokens", "boundary_layers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} is not allowed: expected an integer of at least 0.")
+
+    @classmethod
+    def from_preset(cls, preset: str, **overrides: Any) -> TurboQuantConfig:
+        """The preset of that name, with fields replaced by `overrides`.
+
+        Raises:
+            ValueError: an unknown preset or field, listing the known ones.
+        """
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r} is unknown: expected one of {sorted(PRESETS)}.")
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(overrides) - set(known)):
+            raise ValueError(f"unknown option {', '.join(unknown)}: expected one of {known}.")
+        return replace(PRESETS[preset], **overrides)
+
+    def layout(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> PageLayout:
+        """The page layout for one layer's head dimensions and the model's dtype.
+
+        Raises:
+            ValueError: a head dimension or dtype that has no packed layout.
+        """
+        if dtype not in MODEL_DTYPES:
+            raise ValueError(f"dtype={dtype} is not supported: expected one of {MODEL_DTYPES}.")
+        raw_bits = dtype.itemsize * 8
+        return PageLayout(
+            key_dim=key_dim,
+            value_dim=value_dim,
+            page_size=self.page_size,
+            key_format=self.key_format,
+            key_bits=raw_bits if self.key_format == "raw" else self.key_bits,
+            value_format=self.value_format,
+            value_bits=raw_bits if self.value_format == "raw" else self.value_bits,
+            center_keys=self.center_keys,
+            codebook=self.codebook,
+        )
+
+
+def _own(key_bits: int, value_bits: int) -> TurboQuantConfig:
+    return TurboQuantConfig(
+        key_format="lloyd_max",
+        key_bits=key_bits,
+        value_format="lloyd_max",
+        value_bits=value_bits,
+        center_keys=True,
+        codebook="int8_grid",
+        recent_window=64,
+        sink_tokens=4,
+    )
+
+
+def _published(key_format: str, key_bits: int, value_bits: int) -> TurboQuantConfig:
+    return TurboQuantConfig(key_format, key_bits, "min_max", value_bits, boundary_layers=2)
+
+
+PRESETS: dict[str, TurboQuantConfig] = {
+    # This project's own: centred keys, rotated Lloyd-Max values, exact window and sinks, no layer left out.
+    "tq4": _own(4, 4),
+    "tq3": _own(3, 3),
+    "tq3v2": _own(3, 2),
+    "tq2": _own(2, 2),
+    # As published with vLLM's implementation: https://arxiv.org/abs/2504.19874, norm correction ("nc"), boundary layers.
+    "k8v4": _published("fp8", 8, 4),
+    "4bit_nc": _published("lloyd_max", 4, 4),
+    "k3v4_nc": _published("lloyd_max", 3, 4),
+    "3bit_nc": _published("lloyd_max", 3, 3),
+    # The model's own dtype in the same pages: for exact tests of everything but the quantizer.
+    "raw": TurboQuantConfig("raw", 16, "raw", 16, recent_window=64, sink_tokens=4),
+}
+DEFAULT_PRESET = "tq4"

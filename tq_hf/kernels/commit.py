@@ -1,0 +1,100 @@
+"""`commit` and `gather` for tensors on a GPU: what `tq_hf.ops` calls. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from ..layout import PageLayout
+from .append import launch_advance_counters, launch_append_tokens
+from .gather import launch_copy_exact, launch_unpack_pages
+from .store import launch_pack_pages
+
+
+def commit(
+    key: Tensor,
+    value: Tensor,
+    pool: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    page_ids: Tensor,
+    entries: Tensor,
+    row_start: Tensor,
+    counters: Tensor,
+    flags: Tensor,
+    keep: Tensor | None,
+    layout: str,
+    recent_window: int,
+    max_due: int,
+) -> None:
+    """Adds new tokens to a packed layer, in place; see `tq_hf.ops` for the state tensors.
+
+    The pages that the new tokens make due are packed, the tokens that stay exact go into the ring and the sinks, and the
+    counters advance: three launches, of which a captured graph replays every step whatever is due.
+
+    Args:
+        key, value: [B, H, n, D / Dv] in the model's dtype, any strides but a contiguous last dim: the next n tokens.
+        keep: bool or uint8 [B, >= length + n]: positions with zero are stored as zeros; None keeps all.
+        layout: a `PageLayout.name`.
+        recent_window: tokens that stay exact, at least.
+        max_due: at least the number of pages that become due.
+    """
+    if key.shape[2] == 0:
+        return
+    page_layout = PageLayout.from_name(layout)
+    if keep is not None:
+        keep = keep.view(torch.uint8)
+    with _on(key.device):
+        if max_due > 0:
+            launch_pack_pages(
+                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, flags, keep, page_layout,
+                sink_key.shape[2], recent_window, max_due,
+            )  # fmt: skip
+        launch_append_tokens(
+            key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, page_layout.page_size,
+            recent_window,
+        )  # fmt: skip
+        launch_advance_counters(counters, key.shape[2], page_layout.page_size, recent_window)
+
+
+def gather(
+    pool: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    page_ids: Tensor,
+    entries: Tensor,
+    row_start: Tensor,
+    counters: Tensor,
+    layout: str,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    """The first `length` positions of a packed layer, decoded; see `tq_hf.ops` for the state tensors.
+
+    Returns:
+        key [B, H, length, D] and value [B, H, length, Dv] in the model's dtype; zeros where a position holds nothing.
+    """
+    page_layout = PageLayout.from_name(layout)
+    batch, heads = ring_key.shape[:2]
+    key = ring_key.new_zeros(batch, heads, length, page_layout.key_dim)
+    value = ring_value.new_zeros(batch, heads, length, page_layout.value_dim)
+    if length == 0:
+        return key, value
+    with _on(key.device):
+        launch_unpack_pages(
+            key, value, pool, page_ids, entries, row_start, counters, page_layout, sink_key.shape[2]
+        )
+        launch_copy_exact(key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters)
+    return key, value
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device: switch to the tensors' where that is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,122 @@
+"""Attention over the exact tokens, and the preparation of the queries for the packed ones, in one launch.
+
+The exact tokens are numbered sinks first, then the ring's slots, then the new tokens; blocks of them go round-robin to the
+splits. One more split prepares the queries (`query.py`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .packed import NOTHING
+from .query import LOG2_E, prepare_query
+
+
+@triton.jit
+def exact_tokens(index, length, packed_end, row_start, sinks, slots, new):
+    """Positions of exact tokens and which of them exist. Sinks and ring hold committed tokens, padding counts as nothing."""
+    ring = index - sinks
+    fresh = ring - slots
+    in_ring = packed_end + (ring + slots - packed_end % slots) % slots
+    position = tl.where(index < sinks, row_start + index, tl.where(fresh < 0, in_ring, length + fresh))
+    first = row_start + tl.where((index >= sinks) & (fresh < 0), sinks, 0)
+    return position, (position >= first) & ((position < length) | (fresh >= 0)) & (fresh < new)
+
+
+@triton.jit
+def token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink, p_ring, p_new, stride_b, stride_h, stride_t,
+               DIM: tl.constexpr):  # fmt: skip
+    """Pointers to the vectors of exact tokens."""
+    ring = index - sinks
+    i_bh = i_bh.to(tl.int64)
+    p_fresh = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h) + (ring - slots).to(tl.int64) * stride_t
+    p_slot = p_ring + (i_bh * slots + ring) * DIM
+    return tl.where(index < sinks, p_sink + (i_bh * sinks + index) * DIM, tl.where(ring < slots, p_slot, p_fresh))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "stride_qb", "stride_qh", "stride_qt",
+        "stride_kb", "stride_kh", "stride_kt", "stride_vb", "stride_vh", "stride_vt", "mask_b", "mask_q", "mask_k",
+    ]
+)  # fmt: skip
+def attend_exact(
+    p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
+    p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
+    heads, columns, group, new, slots, sinks, splits, query_offset, stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_q, mask_k, scaling, softcap,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, FP8: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * H, splits, column blocks), one more split if `p_rotated` is given: the query then goes to `p_rotated`,
+    `p_plain` and `p_factor` as `packed.attend_packed` takes it.
+
+    Args:
+        p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
+        p_output: fp32 [B * H, splits, columns, VALUE_DIM]: weighted sums of values.
+        p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
+        query_offset: position of query 0 minus the committed length.
+    """
+    i_bh, i_s = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // heads, i_bh % heads
+    first_column = tl.program_id(2) * ROWS
+    column = first_column + tl.arange(0, ROWS)
+    inside = column < columns
+    i_q = column // group
+    d = tl.arange(0, KEY_BLOCK)
+    p_rows = p_query + i_b.to(tl.int64) * stride_qb + (i_h * group + column % group).to(tl.int64) * stride_qh
+    p_rows += i_q.to(tl.int64) * stride_qt
+    query = tl.load(p_rows[:, None] + d[None, :], mask=inside[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+    if i_s == splits:
+        if p_rotated is not None:
+            row = i_bh.to(tl.int64) * columns + column
+            p_plain_rows = None if p_plain is None else p_plain + row * KEY_PADDED
+            prepare_query(query, inside, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling, softcap,
+                          KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
+    else:
+        length = tl.load(p_counters)
+        packed_end = tl.load(p_counters + 1)
+        row_start = tl.load(p_row_start + i_b)
+        end = sinks + slots + new
+        if CAUSAL:
+            last_query = tl.minimum(first_column + ROWS, columns) - 1
+            end = tl.minimum(end, sinks + slots + tl.maximum(query_offset + last_query // group + 1, 0))
+        e = tl.arange(0, VALUE_BLOCK)
+        acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+        maximum = tl.full([ROWS], NOTHING, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(i_s * TOKENS, end, splits * TOKENS, num_stages=STAGES):
+            index = start + tl.arange(0, TOKENS)
+            position, exists = exact_tokens(index, length, packed_end, row_start, sinks, slots, new)
+            p_rows = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_key, p_ring_key, p_key,
+                                stride_kb, stride_kh, stride_kt, KEY_DIM)  # fmt: skip
+            key = tl.load(p_rows[:, None] + d[None, :], mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+            p_rows = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_value, p_ring_value, p_value,
+                                stride_vb, stride_vh, stride_vt, VALUE_DIM)  # fmt: skip
+            value = tl.load(p_rows[:, None] + e[None, :], mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+            scores = tl.dot(query, key.trans(1, 0), input_precision="tf32x3") * scaling  # [ROWS, TOKENS]
+            if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
+                scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1)
+            keep = exists[None, :] & inside[:, None]
+            if CAUSAL:
+                keep = keep & (position[None, :] <= (length + query_offset + i_q)[:, None])
+            if p_mask is not None:
+                p_token = p_mask + (i_b.to(tl.int64) * mask_b + position.to(tl.int64) * mask_k)
+                if PER_QUERY:
+                    p_each = p_token[None, :] + i_q.to(tl.int64)[:, None] * mask_q
+                    keep = keep & (tl.load(p_each, mask=keep, other=0) != 0)
+                else:
+                    keep = keep & (tl.load(p_token, mask=exists, other=0) != 0)[None, :]
+            scores = tl.where(keep, scores * LOG2_E, float("-inf"))
+            before = maximum
+            maximum = tl.maximum(maximum, tl.max(scores, 1))
+            weights = tl.exp2(scores - maximum[:, None])
+            decay = tl.exp2(before - maximum)
+            total = total * decay + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="tf32x3")
+        row = (i_bh.to(tl.int64) * splits + i_s) * columns + column
+        tl.store(p_stats + 2 * row, maximum, mask=inside)
+        tl.store(p_stats + 2 * row + 1, total, mask=inside)
+        tl.store(p_output + row[:, None] * VALUE_DIM + e[None, :], acc, mask=inside[:, None] & (e < VALUE_DIM)[None, :])

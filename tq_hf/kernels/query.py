@@ -1,0 +1,50 @@
+"""Query preparation: what the packed kernel multiplies with codes instead of rotating keys back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .lanes import chunk_dims
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def power_of_two_above(x):
+    """The power of two in (x, 2x] and its inverse, both exact; 1 for x = 0."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.where((bits > 0x08000000) & (bits < 0x76000000), bits + 0x00800000, 0x3F800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling, softcap,
+                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr):  # fmt: skip
+    """Divides each query by a power of two above its norm, so that fp16 holds it, and rotates it if there are `p_signs`.
+
+    Args:
+        query: [ROWS, BLOCK], zero beyond DIM.
+        inside: [ROWS], which rows exist.
+        p_signs: [PADDED / 32, BLOCK, 32] of `lanes.signs`, or None.
+        p_rotated, p_plain: pointers [ROWS] to the rows to write, PADDED values each; `p_plain` may be None.
+        p_factor: pointers [ROWS]; `packed.attend_packed` says what they get.
+    """
+    x = query.to(tl.float32)
+    above, inverse = power_of_two_above(tl.sqrt(tl.sum(x * x, 1)))
+    factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
+    tl.store(p_factor, factor * 256 if FP8 else factor, mask=inside)
+    d = tl.arange(0, BLOCK)
+    store = inside[:, None] & (d < PADDED)[None, :]
+    scaled = x * inverse[:, None]
+    if p_plain is not None:
+        tl.store(p_plain[:, None] + d[None, :], scaled.to(tl.float16), mask=store)
+    if p_signs is None:
+        tl.store(p_rotated[:, None] + d[None, :], scaled.to(p_rotated.dtype.element_ty), mask=store)
+    else:
+        n = tl.arange(0, 32)
+        for c in range(PADDED // 32):
+            signs = tl.load(p_signs + c * BLOCK * 32 + d[:, None] * 32 + n[None, :])  # [BLOCK, 32]
+            y = tl.dot(query, signs.to(query.dtype), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
+            p_chunk = p_rotated[:, None] + chunk_dims(c, PADDED, True)[None, :]
+            tl.store(p_chunk, y.to(p_rotated.dtype.element_ty), mask=inside[:, None])

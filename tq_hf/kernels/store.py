@@ -1,0 +1,324 @@
+"""The store kernel: packs the pages that have become due.
+
+A program packs the keys or the values of one 32-token group. It goes over the head in chunks of 32 columns (`lanes.py`):
+rotate, quantize, pack and store a chunk, so only one chunk of rotated values is alive at a time and any multiple of 32
+works as a head dimension. Norm, minimum and page mean need whole vectors, which are loaded first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import PageLayout
+from .lanes import (
+    chunk_dims,
+    code_shift,
+    constants,
+    lane_word_offset,
+    magnitude_cells,
+    metadata_offset,
+    sign_shift,
+    signs,
+    warps,
+)
+
+FP16_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def token_rows(position, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
+    """Pointers to the vectors of positions: in the ring if committed, else among the new tokens."""
+    new = i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (position - length).to(tl.int64) * stride_t
+    ring = ((i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots + position % slots) * DIM
+    return tl.where(position < length, p_ring + ring, p_new + new)
+
+
+@triton.jit
+def real_tokens(position, first, p_keep, keep_row):
+    """Which positions hold tokens that count: neither padding nor sink, and kept."""
+    real = position >= first
+    if p_keep is not None:
+        real = real & (tl.load(p_keep + keep_row + position) != 0)
+    return real
+
+
+@triton.jit
+def load_vectors(p_row, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Vectors with zeros for those that do not count or are not finite, and which ones are left."""
+    d = tl.arange(0, BLOCK)
+    x = tl.load(p_row[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)  # [T, BLOCK]
+    finite = tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) != 0  # NaN compares false
+    usable = real & finite
+    return tl.where(usable[:, None], x.to(tl.float32), 0.0), usable
+
+
+@triton.jit
+def quantize(u, p_cells, HALF: tl.constexpr):
+    """The Lloyd-Max cell of each value: its magnitude's index, the magnitude of its level, and whether it is negative.
+
+    Bit patterns of non-negative floats order like integers. One less for negative values sends a value that stands on a
+    boundary to the right cell on both sides of zero.
+    """
+    negative = u < 0
+    bits = tl.abs(u).to(tl.int32, bitcast=True) - negative.to(tl.int32)
+    cell = tl.full(u.shape, 0, tl.int32) + tl.load(p_cells + HALF)
+    for m in tl.static_range(1, HALF):
+        cell = tl.where(bits >= tl.load(p_cells + m), tl.load(p_cells + HALF + m), cell)
+    return cell & 7, (cell & -8).to(tl.float32, bitcast=True), negative
+
+
+@triton.jit
+def e4m3(x):
+    """The fp8 e4m3 (fn) code of finite fp32 values: to nearest even, saturating at 448. In integers, for any GPU."""
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 the step is 2**-9, which is the last bit of numbers next to 2**14: the addition rounds.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0.015625, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def saturate(x):
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
+
+
+@triton.jit
+def normalizers(norm):
+    """A power of two that brings vectors of this norm to 64..128, and what then divides by the norm.
+
+    As fp16 operands of the tensor cores, products with +-1 are then exact for vectors in a 16-bit dtype. A difference from
+    a mean, or an fp32 vector, keeps 11 bits of each coordinate: 1e-4 of a standard deviation.
+    """
+    bounded = tl.maximum(norm, 1e-36)
+    exponent = tl.minimum(bounded.to(tl.int32, bitcast=True) >> 23, 253)
+    power = ((260 - exponent) << 23).to(tl.float32, bitcast=True)
+    return power, 1.0 / (bounded * power)
+
+
+@triton.jit
+def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, KEYS: tl.constexpr,
+                HALVES: tl.constexpr):  # fmt: skip
+    """Packs the codes of chunk c, int32 [32 tokens, 32 columns], into lane words and stores them.
+
+    SIGNED codes are 3-bit magnitudes with the sign in bit 3.
+    """
+    WORDS: tl.constexpr = BITS * PADDED // 32
+    # [g, t, r, e, a]: lane, run and code of a run. The words come out in the order in which they stand in memory.
+    if KEYS:
+        codes = codes.reshape(4, 8, 4, 4, 2).permute(1, 2, 0, 3, 4)  # token (r, g), column (t, e, a)
+    else:
+        codes = codes.reshape(4, 4, 2, 8, 4).permute(3, 1, 0, 4, 2)  # token (r, t, a), column (g, e)
+    e = tl.arange(0, 4)[:, None]
+    a = tl.arange(0, 2)[None, :]
+    i = 4 * a + e if HALVES else 2 * e + a  # [4, 2]
+    lane = 4 * tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None]  # [8, 4, 1]
+    r = tl.arange(0, 4)[None, None, :]
+    if BITS <= 4:
+        if SIGNED:
+            fields = ((codes & 7) << code_shift(i, 4)) | ((codes >> 3) << sign_shift(i))
+        else:
+            fields = codes << code_shift(i, BITS)
+        words = tl.sum(tl.sum(fields, 4), 3)  # [8, 4, 4]: a word a run
+        if BITS == 4:
+            tl.store(p_codes + lane_word_offset(lane, 4 * c + r, WORDS), words)
+        elif BITS == 3:
+            last = tl.sum(tl.where(r == 3, words, 0), 2)[:, :, None]
+            words = words | (((last >> r) & 0x11111111) << 3)
+            tl.store(p_codes + lane_word_offset(lane, 3 * c + r, WORDS), words, mask=(r < 3) & (lane >= 0))
+        else:
+            odd = tl.arange(0, 2)[None, None, None, :]
+            words = tl.sum(words.reshape(8, 4, 2, 2) << (2 * odd), 3)  # [8, 4, 2]
+            half = tl.arange(0, 2)[None, None, :]
+            tl.store(p_codes + lane_word_offset(lane, 2 * c + half, WORDS), words)
+    else:
+        RUN_WORDS: tl.constexpr = BITS // 4
+        fields = codes << code_shift(i, BITS)
+        if BITS == 8:
+            words = tl.sum(tl.sum(fields, 4).reshape(8, 4, 4, 2, 2), 4)
+        elif BITS == 16:
+            words = tl.sum(fields, 4)
+        else:
+            words = fields.reshape(8, 4, 4, 8)
+        j = tl.arange(0, RUN_WORDS)[None, None, None, :]
+        word = (4 * c + r[:, :, :, None]) * RUN_WORDS + j
+        tl.store(p_codes + lane_word_offset(lane[:, :, :, None], word, WORDS), words)  # [8, 4, 4, RUN_WORDS]
+
+
+@triton.jit
+def pack_vectors(p_rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
+                 DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
+                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr,
+                 HALVES: tl.constexpr):  # fmt: skip
+    """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `p_rows`.
+
+    Returns:
+        Whether each token's metadata saturated fp16, [32].
+    """
+    CHUNKS: tl.constexpr = PADDED // 32
+    token = tl.arange(0, 32)
+    p_field = p_metadata + metadata_offset(token, FIELD, FIELDS)
+    if FORMAT == "lloyd_max":
+        HALF: tl.constexpr = 2 ** (BITS - 1)
+        norm = tl.sqrt(tl.sum(x * x, 1))
+        power, inverse = normalizers(norm)
+        operand = (x * power[:, None]).to(tl.float16)  # [32, BLOCK]
+        squares = tl.zeros([32], tl.float32)
+        k = tl.arange(0, BLOCK)[:, None]
+        n = tl.arange(0, 32)[None, :]
+        for c in range(CHUNKS):
+            y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
+            magnitude, level, negative = quantize(y * inverse[:, None], p_cells, HALF)
+            squares += tl.sum(level * level, 1)
+            if BITS == 4:
+                codes = magnitude | (negative.to(tl.int32) << 3)
+            else:
+                codes = magnitude ^ tl.where(negative, HALF - 1, HALF)
+            store_chunk(p_codes, codes, c, PADDED, BITS, BITS == 4, KEYS, HALVES)
+        scale = norm / tl.sqrt(squares)
+        tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
+        saturated = scale > FP16_MAX
+    else:
+        if FORMAT == "min_max":
+            TOP: tl.constexpr = 2**BITS - 1
+            in_head = (tl.arange(0, BLOCK) < DIM)[None, :]
+            low = tl.min(tl.where(in_head, x, float("inf")), 1)
+            high = tl.max(tl.where(in_head, x, float("-inf")), 1)
+            minimum = saturate(low).to(tl.float16)  # [32]
+            step = tl.maximum((high - minimum.to(tl.float32)) / TOP, 1e-8)
+            saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
+            scale = saturate(step).to(tl.float16)  # [32]
+            tl.store(p_field, scale)
+            tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
+            origin = minimum.to(tl.float32)[:, None]
+            divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
+        else:
+            saturated = token < 0
+        for c in range(CHUNKS):
+            dims = chunk_dims(c, PADDED, KEYS)
+            # The vectors are loaded again, from L1: a block in registers cannot be indexed by column.
+            inside = usable[:, None] & (dims < DIM)[None, :]
+            v = tl.load(p_rows[:, None] + dims[None, :], mask=inside, other=0.0)  # [32, 32]
+            if FORMAT == "min_max":
+                steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
+                codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
+            elif FORMAT == "fp8":
+                codes = e4m3(v.to(tl.float32))
+            elif BITS == 16:
+                codes = v.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            else:
+                codes = v.to(tl.int32, bitcast=True)
+            store_chunk(p_codes, codes, c, PADDED, BITS, False, KEYS, HALVES)
+    return saturated
+
+
+@triton.jit(do_not_specialize=["n", "window", "sinks"])
+def pack_pages(
+    p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_flags, p_keep,
+    p_key_signs, p_key_cells, p_value_signs, p_value_cells,
+    n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_HALVES: tl.constexpr,
+    FIELDS: tl.constexpr, CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Grid (2 * GROUPS * max_due, H, B): keys or values, group and due page; head; row."""
+    i_h, i_b = tl.program_id(1), tl.program_id(2)
+    i_part = tl.program_id(0)
+    i_group = i_part // 2 % GROUPS
+    i_due = i_part // (2 * GROUPS)
+    length = tl.load(p_counters)
+    packed_end = tl.load(p_counters + 1)
+    if i_due >= tl.maximum(length + n - packed_end - window, 0) // PAGE:
+        return
+    i_page = tl.load(p_page_ids + i_b * stride_page_ids + tl.load(p_counters + 2) + i_due)
+    if i_page < 0:
+        return
+    p_page = p_pool + (i_page.to(tl.int64) * tl.num_programs(1) + i_h) * PAGE_WORDS
+    p_group = p_page + HEADER_WORDS + i_group * GROUP_WORDS
+    p_metadata = (p_group + KEY_WORDS + VALUE_WORDS).to(tl.pointer_type(tl.float16))
+    start = packed_end + i_due * PAGE
+    first = tl.load(p_row_start + i_b) + sinks
+    slots = window + PAGE
+    position = start + i_group * 32 + tl.arange(0, 32)
+    keep_row = i_b.to(tl.int64) * stride_keep
+    real = real_tokens(position, first, p_keep, keep_row)
+    if i_part % 2 == 0:
+        rows = token_rows(
+            position, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
+        )
+        if CENTER_KEYS:
+            total = tl.zeros([32, KEY_BLOCK], tl.float32)
+            count = 0
+            for i in range(GROUPS):  # every group's program computes the mean, so that none waits for another
+                other = start + i * 32 + tl.arange(0, 32)
+                other_rows = token_rows(
+                    other, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
+                )
+                keys, counted = load_vectors(other_rows, real_tokens(other, first, p_keep, keep_row), KEY_DIM, KEY_BLOCK)
+                total += keys * (1.0 / PAGE)  # divided first, so that no sum of finite keys overflows
+                count += tl.sum(counted.to(tl.int32), 0)
+            mean = saturate(tl.sum(total, 0) * (PAGE / tl.maximum(count, 1))).to(tl.float16)  # [KEY_BLOCK], zero beyond KEY_DIM
+            if i_group == 0:
+                d = tl.arange(0, KEY_BLOCK)
+                tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean, mask=d < 2 * HEADER_WORDS)
+        x, usable = load_vectors(rows, real, KEY_DIM, KEY_BLOCK)
+        if CENTER_KEYS:
+            x = tl.where(usable[:, None], x - mean.to(tl.float32)[None, :], 0.0)
+        saturated = pack_vectors(
+            rows, x, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK, KEY_FORMAT,
+            KEY_BITS, KEY_SCALE, FIELDS, True, False,
+        )  # fmt: skip
+    else:
+        rows = token_rows(
+            position, length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, slots, VALUE_DIM
+        )
+        x, usable = load_vectors(rows, real, VALUE_DIM, VALUE_BLOCK)
+        saturated = pack_vectors(
+            rows, x, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM, VALUE_PADDED,
+            VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
+        )  # fmt: skip
+    dropped = tl.max((real & ~usable).to(tl.int32), 0)
+    flags = (dropped << (i_part % 2)) | (tl.max(saturated.to(tl.int32), 0) << 2)
+    tl.atomic_or(p_flags + i_h, flags, mask=flags != 0, sem="relaxed")
+
+
+def launch_pack_pages(
+    key: Tensor,
+    value: Tensor,
+    pool: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    page_ids: Tensor,
+    row_start: Tensor,
+    counters: Tensor,
+    flags: Tensor,
+    keep: Tensor | None,
+    layout: PageLayout,
+    sinks: int,
+    recent_window: int,
+    max_due: int,
+) -> None:
+    """Packs the pages that are due after `n` new tokens; step 1 of `commit.commit`, whose arguments these are.
+
+    Everything but `key`, `value` (last dim contiguous), `page_ids` and `keep` (rows contiguous) must be contiguous.
+    """
+    batch, heads, n, _ = key.shape
+    signs_and_cells: list[Tensor | None] = []
+    for keys, rotated, bits, dim in (
+        (True, layout.rotates_keys, layout.key_bits, layout.key_dim_padded),
+        (False, layout.rotates_values, layout.value_bits, layout.value_dim_padded),
+    ):
+        if rotated:
+            signs_and_cells += [signs(dim, keys, key.device), magnitude_cells(bits, dim, layout.codebook, key.device)]
+        else:
+            signs_and_cells += [None, None]
+    pack_pages[(2 * layout.groups * max_due, heads, batch)](
+        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, flags, keep, *signs_and_cells,
+        n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
+        0 if keep is None else keep.stride(0), **constants(layout), num_warps=warps(layout),
+    )  # fmt: skip

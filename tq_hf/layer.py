@@ -1,0 +1,405 @@
+"""`TurboQuantLayer`: the state of one attention layer, as transformers' cache wants to see it.
+
+    update(key, value)  ─► handles (nothing is stored yet)
+    attend(step, query) ─► packed pages + sinks + ring + new tokens, in one softmax; then
+    commit(step)        ─► due pages are packed, new tokens go into the ring
+
+Tokens are committed after attention has seen them, because only attention knows which of them are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from . import ops
+from .config import MODEL_DTYPES, TurboQuantConfig
+from .packed_kv import PackedKV, Step
+from .pages import BlockTable
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer holds: tokens over all rows (padding included), bytes of its real tensors."""
+
+    layer: int
+    kind: str
+    packed_tokens: int
+    exact_tokens: int
+    nbytes: int
+    bytes_bf16: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the same tokens in bfloat16."""
+        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
+
+
+class TurboQuantLayer(CacheLayerMixin):
+    """Packed pages, an exact tail and exact first tokens of one full-attention layer.
+
+    Args:
+        config: how keys and values are stored.
+        table: the block table that all packed layers of the cache share.
+        preset: name for reports.
+        guards_capacity: check a static cache's limit here (one layer of the cache does it for all).
+
+    The tensors are made at the first `update`, from the shapes, dtype and device of its states.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(self, config: TurboQuantConfig, table: BlockTable, preset: str, guards_capacity: bool = False) -> None:
+        super().__init__()
+        self.guards_capacity = guards_capacity
+        self.config = config
+        self.table = table
+        self.preset = preset
+        self._forget()
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        return self.table.is_static
+
+    def _forget(self) -> None:
+        self.is_initialized = False
+        self.length = self.packed_end = 0  # host counters, exact in the dynamic mode
+        self.is_empty = True
+        self.pending: Step | None = None
+
+    # -- storage -----------------------------------------------------------------------------------------------------
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
+        layout = self.config.layout(key_states.shape[-1], value_states.shape[-1], key_states.dtype)
+        batch, heads = key_states.shape[:2]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.layout, self.layout_name = layout, layout.name
+        self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
+        self.kv_heads = heads
+        self.table.begin(batch)
+        self.on_device = self.table.on(self.device)
+
+        def exact(tokens: int, dim: int) -> Tensor:
+            return torch.zeros(batch, heads, tokens, dim, dtype=self.dtype, device=self.device)
+
+        ring = self.config.recent_window + self.config.page_size  # the most that is exact after a commit
+        self.ring_key, self.ring_value = exact(ring, self.key_dim), exact(ring, self.value_dim)
+        self.sink_key = exact(self.config.sink_tokens, self.key_dim)
+        self.sink_value = exact(self.config.sink_tokens, self.value_dim)
+        pages = self.table.pages.capacity if self.table.is_static else 0
+        self.pool = torch.zeros(pages, heads, layout.page_words, dtype=torch.int32, device=self.device)
+        self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
+        self.counters[1] = self.packed_end = self.config.sink_tokens
+        if self.table.is_static and not torch.compiler.is_compiling():
+            # A fixed address lets CUDA graphs read and write the state in place.
+            for tensor in self.tensors() + self.table.tensors():
+                torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that this layer holds, once (the shared block table is not among them)."""
+        if not self.is_initialized:
+            return []
+        state = [self.pool, self.ring_key, self.ring_value, self.sink_key, self.sink_value, self.flags, self.counters]
+        if self.pending is not None:
+            state += [self.pending.key, self.pending.value]
+        return state
+
+    def _grow(self, pages: int) -> None:
+        """Make room for `pages` pages in the pool: at least 1/32 more than now, so that copies stay rare."""
+        have = self.pool.shape[0]
+        if pages <= have:
+            return
+        pool = self.pool.new_zeros((max(pages, have + have // 32), *self.pool.shape[1:]))
+        pool[:have] = self.pool
+        self.pool = pool
+
+    # -- transformers' contract --------------------------------------------------------------------------------------
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[PackedKV, PackedKV]:  # type: ignore[override]
+        """Take new states and return handles for all keys and values so far.
+
+        Args:
+            key_states, value_states: [B, H, n, D / Dv], the model's dtype.
+
+        Returns:
+            Two `PackedKV`, shape [B, H, length + n, D / Dv] (static mode: [B, H, max_cache_len, D / Dv]).
+
+        Raises:
+            ValueError: shapes, dtype or device differ from the first call, or do not fit together.
+            RuntimeError: the static capacity is exceeded.
+        """
+        self.flush()
+        self._validate(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_capacity(key_states.shape[2])
+        self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
+        return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+
+    def _validate(self, key: Tensor, value: Tensor) -> None:
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"key states {tuple(key.shape)} and value states {tuple(value.shape)} do not fit together: expected"
+                " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
+            )
+        if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
+            raise ValueError(f"key dtype {key.dtype} and value dtype {value.dtype}: expected one of {MODEL_DTYPES}, the same.")
+        rows = self.table.batch_size
+        if rows is not None and key.shape[0] != rows:
+            raise ValueError(
+                f"batch size {key.shape[0]} does not match the {rows} rows this cache holds: call cache.reset(), or"
+                " cache.batch_repeat_interleave / batch_select_indices to change it."
+            )
+        if not self.is_initialized:
+            self.config.layout(key.shape[-1], value.shape[-1], key.dtype)  # raises where there is no layout
+            return
+        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
+        if given != held:
+            raise ValueError(
+                f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
+                " call cache.reset() before using it with another model, dtype or device."
+            )
+
+    def _check_capacity(self, new: int) -> None:
+        limit = self.table.max_cache_len
+        if limit is None or not self.guards_capacity:
+            return
+        message = (
+            f"more tokens than max_cache_len={limit}: make the TurboQuantCache with a larger max_cache_len, or without"
+            " one to let it grow"
+        )
+        if new > limit:
+            raise RuntimeError(f"{new} tokens are {message}.")
+        # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
+        torch._assert_async(self.counters[0] + new <= limit, message)
+
+    def visible_length(self, step: Step) -> int:
+        """Key positions that `step`'s handles show."""
+        if self.table.max_cache_len is not None:
+            return self.table.max_cache_len
+        return step.start + step.key.shape[2]
+
+    def get_seq_length(self) -> Any:
+        """Tokens in the cache: an int, or in the static mode a device scalar once there are any."""
+        if not self.is_initialized:
+            return 0
+        pending = 0 if self.pending is None else self.pending.key.shape[2]
+        if self.table.is_static:
+            return self.counters[0] + pending if pending else self.counters[0]
+        return self.length + pending
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number of key positions, position of the first) that attention will see at the next update."""
+        if self.table.max_cache_len is not None:
+            return self.table.max_cache_len, 0
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.table.max_cache_len is None else self.table.max_cache_len
+
+    # -- attention and storing ---------------------------------------------------------------------------------------
+    def attend(
+        self,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        """Attention of `query` over everything cached and the step's new tokens.
+
+        Args:
+            query: [B, Hq, q, D].
+            mask: bool or uint8 [B or 1, 1, q or 1, >= length], nonzero keeps; None keeps all.
+            aux_sinks: [Hq] logits in each head's softmax denominator (gpt-oss), or None.
+            causal: whether query i sees only positions up to its own; the last query is the newest token.
+
+        Returns:
+            [B, q, Hq, Dv] in the query's dtype.
+        """
+        key, value = step.key, step.value
+        if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
+            key, value = key[:, :, :0], value[:, :, :0]
+        state = self.on_device
+        out = ops.attend(
+            query.detach(),
+            _rows(key),
+            _rows(value),
+            self.pool,
+            self.ring_key,
+            self.ring_value,
+            self.sink_key,
+            self.sink_value,
+            state.page_ids,
+            state.entries,
+            state.row_start,
+            self.counters,
+            mask,
+            aux_sinks,
+            self.layout_name,
+            scaling,
+            softcap,
+            causal,
+            len(self.table.spans),
+        )
+        return ops.InferenceOnly.apply(query, out) if torch.is_grad_enabled() and query.requires_grad else out
+
+    def commit(self, step: Step, keep: Tensor | None) -> None:
+        """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
+
+        Args:
+            keep: bool or uint8 [B, >= length + n], zero where a position is padding; None: no padding.
+        """
+        if step.committed:
+            return
+        new = step.key.shape[2]
+        if keep is not None and (new > 1 or step.is_first):
+            self.table.note_padding(keep, self.counters[0] if self.table.is_static else step.start, new)
+        if self.table.is_static:
+            most_due = (new + self.config.page_size - 1) // self.config.page_size
+        else:
+            most_due = self.table.due(self.length + new, self.packed_end)
+            self.packed_end += most_due * self.config.page_size
+            self.table.reserve(self.packed_end)
+            self._grow(self.table.pages.capacity)
+            self.length += new
+        state = self.on_device
+        ops.commit(
+            _rows(step.key),
+            _rows(step.value),
+            self.pool,
+            self.ring_key,
+            self.ring_value,
+            self.sink_key,
+            self.sink_value,
+            state.page_ids,
+            state.entries,
+            state.row_start,
+            self.counters,
+            self.flags,
+            keep,
+            self.layout_name,
+            self.config.recent_window,
+            most_due,
+        )
+        step.committed = True
+        self.is_empty = False
+        self.pending = None
+
+    def flush(self) -> None:
+        """Commit tokens that no attention function has looked at."""
+        if self.pending is not None:
+            self.commit(self.pending, keep=None)
+
+    def dense(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys and values as tensors [B, H, length, D / Dv]: history dequantized, the step's own tokens exact."""
+        if step.dense is None:
+            self.table.note_dense_read()
+            if step.is_first and not self.table.is_static:
+                step.dense = (step.key, step.value)
+            else:
+                step.dense = self._gather(step)
+            self.commit(step, keep=None)
+        return step.dense
+
+    def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
+        state = self.on_device
+        dense = ops.gather(
+            self.pool,
+            self.ring_key,
+            self.ring_value,
+            self.sink_key,
+            self.sink_value,
+            state.page_ids,
+            state.entries,
+            state.row_start,
+            self.counters,
+            self.layout_name,
+            self.visible_length(step),
+        )
+        new = step.key.shape[2]
+        first: Any = step.start
+        if self.table.is_static:
+            first = self.counters[0] - new if step.committed else self.counters[0]
+        positions = torch.arange(new, device=self.device) + first
+        for tensor, raw in zip(dense, (step.key, step.value), strict=True):
+            tensor.index_copy_(2, positions, raw.detach())
+        return dense
+
+    @property
+    def batch_size(self) -> int:
+        rows = self.table.batch_size
+        if rows is None:
+            raise AttributeError("batch_size is unknown before the first update")  # transformers asks with hasattr
+        return rows
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "the layers of a TurboQuantCache share one block table: call reset, crop, reorder_cache,"
+            " batch_repeat_interleave or batch_select_indices on the cache, not on a layer (offloading a single layer is"
+            " not supported)."
+        )
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
+    offload = prefetch = _whole_cache_only
+
+    # -- edits that the cache makes on all layers together -------------------------------------------------------------
+    def forget(self) -> None:
+        """Drop every token. The static mode keeps its tensors, whose addresses a compiled graph knows."""
+        if self.table.is_static and self.is_initialized:
+            self.pending = None
+            self.is_empty = True
+            self.counters.zero_()
+            self.counters[1] = self.config.sink_tokens
+            self.flags.zero_()
+            return
+        self._forget()
+        for name in ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "flags", "counters", "on_device"):
+            self.__dict__.pop(name, None)
+
+    def cut(self, length: int, packed_end: int, used: int) -> None:
+        """Forget positions from `length` on, as the table has done (`BlockTable.crop`)."""
+        self.length, self.packed_end = length, packed_end
+        self.is_empty = length == 0
+        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32))
+
+    def select_rows(self, indices: Tensor) -> None:
+        """Copy the exact parts of rows; their pages moved in the table."""
+        index = indices.to(self.device)
+        for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors())
+
+    def report(self, layer: int) -> LayerReport:
+        """Counts and bytes as of now (reads the device's counters)."""
+        kind = f"packed ({self.preset})" if self.config.key_format != "raw" else "exact pages"
+        if not self.is_initialized:
+            return LayerReport(layer, kind, 0, 0, 0, 0)
+        self.flush()
+        length, _, used = self.counters.tolist()
+        packed = self.table.packed_tokens(used)
+        rows = self.table.batch_size or 0
+        per_token = self.kv_heads * (self.key_dim + self.value_dim) * 2
+        return LayerReport(layer, kind, packed, rows * length - packed, self.nbytes, rows * length * per_token)
+
+
+
+
+def _rows(states: Tensor) -> Tensor:
+    """States as the ops want them: no gradient, each vector contiguous."""
+    states = states.detach()
+    return states if states.stride(-1) == 1 else states.contiguous()

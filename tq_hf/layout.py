@@ -1,0 +1,212 @@
+"""The byte layout of a page: the one source of truth for every offset, for the kernels and their references.
+
+A **page** holds `page_size` tokens of one KV head as int32 words, contiguous in the pool `[pages, kv_heads, page_words]`::
+
+    page   = header | group 0 | group 1 | ...            header: the page's key mean, fp16, where keys are centred
+    group  = key codes | value codes | metadata          32 tokens
+
+**Lanes.** A group is laid out for the 32 lanes of a warp, in the order in which `mma.sync` wants its fragments, so that
+what a lane loads is ready to multiply. Lane `4g + t` (g in 0..7, t in 0..3) owns, for every chunk `c` of 32 padded
+dimensions and every octet `r` (0..3) of tokens, one **run** of 8 codes `i` (0..7)::
+
+    keys      token 8r + g                 dimension  t * D/4 + 8c + i
+    values    token 8r + 2t + a            dimension  g * D/8 + 4c + e          with (e, a) in the order below
+
+    RunOrder.PAIRS   code i = 2e + a       the two tokens of a dimension side by side
+    RunOrder.HALVES  code i = 4a + e       one token per 16-bit half (unsigned codes of 2 to 4 bits)
+
+**Lane words.** The runs `4c + r` of a lane are packed into its `words_per_lane = bits * D/32` words:
+
+    4 bits    one run a word, code i in nibble i. Signed codebooks keep a 3-bit magnitude in the nibble and collect the
+              signs where a byte permute can replicate them: code i < 4 in bit 8i + 7, code i >= 4 in bit 8(i - 4) + 3.
+    3 bits    the four runs of a chunk in three words: the low 3 bits of a nibble hold a code of run r < 3, and the spare
+              bit of word w holds bit w of the code of run 3 in the same nibble.
+    2 bits    two runs a word: the low 2 bits of a nibble hold a code of the even run, the high 2 bits one of the odd.
+    8 bits    two words a run: bytes 0, 2 hold codes 4h, 4h + 1 and bytes 1, 3 codes 4h + 2, 4h + 3 of half h.
+    16, 32    `raw`: two codes a word (low half first), or one.
+
+Word `p` of a lane stands at `128 * (p // 4) + 4 * lane + p % 4`, so that four words are one 16-byte load; the last
+`words_per_lane % 4` words of each lane stand side by side behind the whole quads.
+
+**Metadata** is fp16, one value per token and field, in the order key scale, value scale, value minimum (those that the
+formats have). Two fields share a block `[g][2][r]`, a third has its own block `[g][r]`; the token is 8r + g.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import lru_cache
+
+GROUP_TOKENS = 32
+LANES = 32
+RUN_CODES = 8
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+PAGE_SIZES = (32, 64, 128, 256)
+
+
+class RunOrder(Enum):
+    """How a run's 8 codes map to tokens and dimensions (module docstring)."""
+
+    KEYS = "keys"
+    PAIRS = "pairs"
+    HALVES = "halves"
+
+
+def padded_dim(head_dim: int) -> int:
+    """The stored dimension: `head_dim` rounded up to a whole number of 32-dimension chunks."""
+    return -(-head_dim // 32) * 32
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where everything stands in a page.
+
+    Args:
+        key_dim, value_dim: dimensions of a key and a value head; even, 16 to 256.
+        page_size: tokens a page; one of `PAGE_SIZES`.
+        key_format: `"lloyd_max"`, `"fp8"` or `"raw"`.
+        key_bits: bits a key code: 2, 3, 4 (`lloyd_max`), 8 (`fp8`), 16 or 32 (`raw`).
+        value_format: `"lloyd_max"`, `"min_max"` or `"raw"`.
+        value_bits: bits a value code: 2, 3, 4 (also 8 for `min_max`), 16 or 32 (`raw`).
+        center_keys: whether the page starts with the mean of its keys.
+        codebook: which Lloyd-Max levels the codes index: `"gaussian"`, `"beta"` or `"int8_grid"`.
+
+    Raises:
+        ValueError: a dimension, page size, format or width that has no layout.
+    """
+
+    key_dim: int
+    value_dim: int
+    page_size: int
+    key_format: str
+    key_bits: int
+    value_format: str
+    value_bits: int
+    center_keys: bool
+    codebook: str
+
+    def __post_init__(self) -> None:
+        for name in ("key_dim", "value_dim"):
+            dim = getattr(self, name)
+            if not (MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % 2 == 0):
+                raise ValueError(
+                    f"{name}={dim} has no packed layout: expected an even head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}."
+                    " Use transformers' DynamicCache for this model."
+                )
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={self.page_size} is not allowed: expected one of {PAGE_SIZES}.")
+        for name, widths in (("key", KEY_WIDTHS), ("value", VALUE_WIDTHS)):
+            fmt, bits = getattr(self, f"{name}_format"), getattr(self, f"{name}_bits")
+            if fmt not in widths:
+                raise ValueError(f"{name}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
+            if bits not in widths[fmt]:
+                raise ValueError(f"{name}_bits={bits} does not fit {name}_format={fmt!r}: expected one of {widths[fmt]}.")
+        if self.center_keys and self.key_format != "lloyd_max":
+            raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
+
+    # -- names: an op of torch.library takes a layout as a string ----------------------------------------------------
+    @property
+    def name(self) -> str:
+        """A compact string that `from_name` turns back into this layout."""
+        return ",".join(str(int(v) if isinstance(v, bool) else v) for v in (getattr(self, f.name) for f in fields(self)))
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def from_name(name: str) -> PageLayout:
+        """The layout that `name` describes (cached: ops call this at every step)."""
+        kd, vd, page, kf, kb, vf, vb, center, codebook = name.split(",")
+        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook)
+
+    # -- dimensions --------------------------------------------------------------------------------------------------
+    @property
+    def key_dim_padded(self) -> int:
+        return padded_dim(self.key_dim)
+
+    @property
+    def value_dim_padded(self) -> int:
+        return padded_dim(self.value_dim)
+
+    @property
+    def value_order(self) -> RunOrder:
+        return RunOrder.HALVES if self.value_format == "min_max" and self.value_bits <= 4 else RunOrder.PAIRS
+
+    @property
+    def rotates_keys(self) -> bool:
+        return self.key_format == "lloyd_max"
+
+    @property
+    def rotates_values(self) -> bool:
+        return self.value_format == "lloyd_max"
+
+    # -- metadata fields ---------------------------------------------------------------------------------------------
+    @property
+    def metadata(self) -> tuple[str, ...]:
+        """The fp16 fields each token has, in their order in the group."""
+        key = ("key_scale",) if self.key_format == "lloyd_max" else ()
+        value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min"), "raw": ()}[self.value_format]
+        return key + value
+
+    def metadata_offset(self, field: str, token: int = 0) -> int:
+        """Offset in halves (fp16), from the start of the group's metadata, of `field` of a token (0..31)."""
+        g, r = token % 8, token // 8
+        i = self.metadata.index(field)
+        if len(self.metadata) == 1 or i == 2:
+            return 64 * (i // 2) + 4 * g + r
+        return 8 * g + 4 * i + r
+
+    # -- words -------------------------------------------------------------------------------------------------------
+    @property
+    def key_words_per_lane(self) -> int:
+        return self.key_bits * self.key_dim_padded // 32
+
+    @property
+    def value_words_per_lane(self) -> int:
+        return self.value_bits * self.value_dim_padded // 32
+
+    @property
+    def key_words(self) -> int:
+        """Words of a group's key codes; the value codes follow."""
+        return LANES * self.key_words_per_lane
+
+    @property
+    def value_words(self) -> int:
+        return LANES * self.value_words_per_lane
+
+    @property
+    def metadata_words(self) -> int:
+        return GROUP_TOKENS * len(self.metadata) // 2
+
+    @property
+    def group_words(self) -> int:
+        return self.key_words + self.value_words + self.metadata_words
+
+    @property
+    def header_words(self) -> int:
+        """Words of the key mean (fp16, unpadded), rounded up to 16 bytes so that groups stay aligned."""
+        return -(-self.key_dim // 8) * 4 if self.center_keys else 0
+
+    @property
+    def groups(self) -> int:
+        return self.page_size // GROUP_TOKENS
+
+    @property
+    def page_words(self) -> int:
+        return self.header_words + self.groups * self.group_words
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes a token and KV head, header included."""
+        return 4 * self.page_words / self.page_size
+
+
+def lane_word_offset(lane: int, word: int, words_per_lane: int) -> int:
+    """Offset in words, within a group's key or value codes, of word `word` of `lane`."""
+    quads = words_per_lane // 4
+    if word < 4 * quads:
+        return 128 * (word // 4) + 4 * lane + word % 4
+    return 128 * quads + lane * (words_per_lane - 4 * quads) + (word - 4 * quads)
+
+
+KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
+VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "raw": (16, 32)}

@@ -1,0 +1,174 @@
+"""The three operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
+
+A layer's state is a set of flat tensors, so that the ops can be traced by `torch.compile`. With B rows, H KV heads,
+S sink tokens, a ring of R = recent window + page slots and a block table of E entries:
+
+| tensor | dtype, shape | meaning |
+| --- | --- | --- |
+| pool | int32 [pages, H, page_words] | packed pages (`layout.py`), each written once |
+| ring_key, ring_value | model dtype [B, H, R, D / Dv] | exact recent tokens: position p stands in slot p % R |
+| sink_key, sink_value | model dtype [B, H, S, D / Dv] | exact first tokens: slot i holds position row_start + i |
+| page_ids | int32 [B, E] | the page of each entry; -1 where an entry holds nothing but padding |
+| entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
+| row_start | int32 [B] | position of each row's first token that is not padding |
+| counters | int32 [3] | tokens committed, first position not in a page, entries in use |
+| flags | int32 [H] | what was stored differently from what was given: `NON_FINITE_KEY`, ... |
+
+Positions count from the start of the batch, left padding included, so that all rows advance together. Counters live on
+the device: nothing here reads them on the host where that would wait for a GPU.
+
+`torch.library.Library` is used directly, because a call through `torch.library.custom_op` costs ten times as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .layout import PageLayout
+
+NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
+
+_STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
+_TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
+_READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, "
+_WRITE = _STATE.format(p="(a!)", r="(b!)", s="(c!)").replace("(b!) ring_value", "(d!) ring_value").replace(
+    "(c!) sink_value", "(e!) sink_value"
+)
+
+_library = torch.library.Library("tq_hf", "DEF")
+_library.define(
+    f"attend(Tensor query, Tensor key, Tensor value, {_READ}Tensor? mask, Tensor? aux_sinks, str layout, float scaling,"
+    " float softcap, bool causal, SymInt max_entries) -> Tensor"
+)
+_library.define(
+    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor(g!) flags, Tensor? keep, str layout,"
+    " int recent_window, SymInt max_due) -> ()"
+)
+_library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    batch, heads, length, _dim = query.shape
+    return query.new_empty(batch, length, heads, value.shape[-1])
+
+
+def _commit_fake(*_: object) -> None:
+    return None
+
+
+def _gather_fake(
+    pool: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+    page_ids: Tensor,
+    entries: Tensor,
+    row_start: Tensor,
+    counters: Tensor,
+    layout: str,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    batch, heads = ring_key.shape[:2]
+    return (
+        ring_key.new_empty(batch, heads, length, ring_key.shape[-1]),
+        ring_value.new_empty(batch, heads, length, ring_value.shape[-1]),
+    )
+
+
+def _kernels_attend(*args: object) -> Tensor:
+    from .kernels import attend  # imported on first use: a machine without a GPU needs no Triton
+
+    return attend(*args)
+
+
+def _kernels_commit(*args: object) -> None:
+    from .kernels import commit
+
+    commit(*args)
+
+
+def _kernels_gather(*args: object) -> tuple[Tensor, Tensor]:
+    from .kernels import gather
+
+    return gather(*args)
+
+
+for _name, _cpu, _cuda, _fake in (
+    ("attend", reference.attend, _kernels_attend, _attend_fake),
+    ("commit", reference.commit, _kernels_commit, _commit_fake),
+    ("gather", reference.gather, _kernels_gather, _gather_fake),
+):
+    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
+
+attend = torch.ops.tq_hf.attend
+commit = torch.ops.tq_hf.commit
+gather = torch.ops.tq_hf.gather
+
+
+class InferenceOnly(torch.autograd.Function):
+    """Ties an attention output to its query, so that a backward pass fails instead of missing the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "TurboQuantCache is for inference: no gradient flows through packed keys and values. Run the model under"
+            " torch.no_grad(), or train with transformers' DynamicCache."
+        )
+
+
+def attend_exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    aux_sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+) -> Tensor:
+    """Attention over plain tensors, with what torch's SDPA lacks: softcap and learned sinks.
+
+    Args:
+        query: [B, Hq, q, D].
+        key, value: [B, H, n, D / Dv]; the last query is aligned with the last key.
+        mask: bool or uint8 [B or 1, 1, q or 1, n], nonzero keeps.
+        aux_sinks: [Hq] logits added to each head's softmax denominator.
+
+    Returns:
+        [B, q, Hq, Dv] in the query's dtype.
+    """
+    batch, heads, _, key_dim = key.shape
+    layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")
+    ints = {"dtype": torch.int32, "device": key.device}
+    return attend(
+        query,
+        key,
+        value,
+        torch.empty(0, heads, layout.page_words, **ints),
+        key.new_empty(batch, heads, 1, key_dim),
+        value.new_empty(batch, heads, 1, value.shape[-1]),
+        key.new_empty(batch, heads, 0, key_dim),
+        value.new_empty(batch, heads, 0, value.shape[-1]),
+        torch.empty(batch, 1, **ints),
+        torch.zeros(1, 2, **ints),
+        torch.zeros(batch, **ints),
+        torch.zeros(3, **ints),
+        mask,
+        aux_sinks,
+        layout.name,
+        scaling,
+        softcap,
+        causal,
+        0,
+    )

@@ -1,0 +1,172 @@
+"""`PackedKV`: what `cache.update` returns in place of a key or value tensor.
+
+A handle, not a tensor. It knows its layer and carries the new raw states. The `"turboquant"` attention recognises it
+and asks the layer to attend; `F.scaled_dot_product_attention` is intercepted through `__torch_function__` and takes the
+same path; anything else sees a dense tensor, dequantized when it is first needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layer import TurboQuantLayer
+
+
+class Step:
+    """The tokens of one `update`, shared by the key's and the value's handle.
+
+    They are committed (appended to the exact tail, pages packed where due) once attention has seen them, since only
+    attention knows the padding.
+
+    Attributes:
+        key, value: [B, H, n, D / Dv], the raw states.
+        is_first: nothing was cached before; attention over the raw states is complete.
+        start: positions cached before these tokens (host knowledge; the dynamic mode only).
+        committed: whether the layer has taken the tokens in.
+    """
+
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "start", "value")
+
+    def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
+        self.layer, self.key, self.value = layer, key, value
+        self.is_first, self.start = is_first, start
+        self.committed = False
+        self.dense: tuple[Tensor, Tensor] | None = None
+
+
+class PackedKV:
+    """The keys or the values of one layer after an update, shape [B, H, length, D], packed.
+
+    `shape`, `dtype`, `device`, `size()`, `dim()` cost nothing; every other use dequantizes the history once.
+    """
+
+    __slots__ = ("is_key", "repeats", "step")
+
+    def __init__(self, step: Step, is_key: bool, repeats: int = 1) -> None:
+        self.step = step
+        self.is_key = is_key
+        self.repeats = repeats  # query heads a KV head, after transformers' repeat_kv
+
+    @property
+    def raw(self) -> Tensor:
+        """The new tokens' states, [B, H, n, D]."""
+        return self.step.key if self.is_key else self.step.value
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, _, dim = self.raw.shape
+        return torch.Size((batch, heads * self.repeats, self.step.layer.visible_length(self.step), dim))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.raw.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.raw.device
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dim(self) -> int:
+        return 4
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dense(self) -> Tensor:
+        """The dequantized states as a tensor, [B, H * repeats, length, D]."""
+        dense = self.step.layer.dense(self.step)[0 if self.is_key else 1]
+        return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        target = args[0] if args else kwargs.get("device")
+        if isinstance(target, torch.dtype) and target == self.dtype:
+            return self
+        if isinstance(target, (torch.device, str, int)) and len(args) + len(kwargs) == 1:
+            device = torch.device(target)
+            if device.type == self.device.type and device.index in (None, self.device.index):
+                return self
+        return self.dense().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        every = slice(None)
+        if isinstance(index, tuple) and all(i is None or isinstance(i, slice) for i in index):
+            if index == (every, every, None, every, every):  # the first step of transformers' repeat_kv
+                return _HeadRepeat(self)
+            if self.step.is_first and index == (every, every, slice(None, self.raw.shape[2]), every):
+                # A static cache's first prompt, cut to what is filled: the raw states are exactly that.
+                self.step.layer.commit(self.step, keep=None)
+                return self.raw if self.repeats == 1 else self.raw.repeat_interleave(self.repeats, dim=1)
+        return self.dense()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __repr__(self) -> str:
+        return f"PackedKV({'key' if self.is_key else 'value'}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            from .attention import intercept_sdpa
+
+            return intercept_sdpa(*args, **kwargs)
+        return func(*(_densify(a) for a in args), **{name: _densify(a) for name, a in kwargs.items()})
+
+    # Operators that Python looks up on the type, where __getattr__ has no say.
+    def __matmul__(self, other: Any) -> Tensor:
+        return self.dense() @ other
+
+    def __rmatmul__(self, other: Any) -> Tensor:
+        return other @ self.dense()
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self.dense() * other
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Tensor:
+        return self.dense() + other
+
+    __radd__ = __add__
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class _HeadRepeat:
+    """`handle[:, :, None, :, :]` inside transformers' `repeat_kv`: keeps the handle packed through expand and reshape."""
+
+    def __init__(self, handle: PackedKV, repeats: int = 1) -> None:
+        self._handle = handle
+        self._repeats = repeats
+
+    def expand(self, *sizes: int) -> _HeadRepeat:
+        return _HeadRepeat(self._handle, sizes[2])
+
+    def reshape(self, *sizes: int) -> PackedKV:
+        return PackedKV(self._handle.step, self._handle.is_key, self._handle.repeats * self._repeats)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        dense = self._handle.dense()[:, :, None, :, :]
+        return getattr(dense.expand(-1, -1, self._repeats, -1, -1), name)
+
+
+def _densify(value: Any) -> Any:
+    if isinstance(value, PackedKV):
+        return value.dense()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_densify(v) for v in value)
+    return value

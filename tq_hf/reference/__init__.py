@@ -1,0 +1,6 @@
+"""The three ops in plain torch: the path on CPU, and what the kernels are checked against."""
+
+from .attend import attend
+from .state import commit, gather
+
+__all__ = ["attend", "commit", "gather"]

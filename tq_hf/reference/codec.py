@@ -1,0 +1,209 @@
+"""A page as vectors and as words: the quantizers, the page's mean key, and where both stand in the page.
+
+Source of the scheme: TurboQuant, https://arxiv.org/abs/2504.19874; here with the norm correction folded into the stored
+scale, and with the mean of a page's keys kept apart (`center_keys`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..codebooks import boundaries, levels
+from ..layout import GROUP_TOKENS, PageLayout, RunOrder
+from ..rotation import rotate, unrotate
+from .packing import pack_codes, pack_metadata, unpack_codes, unpack_metadata
+
+BAD_KEY, BAD_VALUE, SATURATED = 1, 2, 4  # the bits of `flags`
+FP16_MAX = 65504.0
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """Tokens as factors, the form in which attention takes them. All fp32.
+
+    A key is `key_mean + key_scale * key`, a value is `value_min + value_scale * value`; a factor that is None is left
+    out. Where the layout rotates, `key` and `value` are in rotated coordinates (`key_mean` never is).
+
+    Args:
+        key, value: `[..., P, padded dim]`.
+        key_scale, value_scale, value_min: `[..., P]` or None.
+        key_mean: `[..., key_dim]` or None.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None = None
+    key_mean: Tensor | None = None
+    value_scale: Tensor | None = None
+    value_min: Tensor | None = None
+
+
+def encode_page(key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
+    """Pack whole pages.
+
+    Args:
+        key: `[..., P, key_dim]` in the model's dtype, P the page size.
+        value: `[..., P, value_dim]`.
+        valid: bool, broadcastable to `[..., P]`: tokens that count. The others are stored as zero vectors and do not
+            enter the mean; so are vectors with a non-finite coordinate, each for itself.
+        layout: the format.
+
+    Returns:
+        words int32 `[..., page_words]` and flags int32 `[...]` (`BAD_KEY`, `BAD_VALUE`, `SATURATED`).
+    """
+    finite_key, finite_value = key.abs().amax(-1).isfinite(), value.abs().amax(-1).isfinite()
+    flags = _flag(valid & ~finite_key, BAD_KEY) | _flag(valid & ~finite_value, BAD_VALUE)
+    key = key.masked_fill(~(valid & finite_key).unsqueeze(-1), 0)
+    value = value.masked_fill(~(valid & finite_value).unsqueeze(-1), 0)
+
+    header: list[Tensor] = []
+    if layout.center_keys:
+        counted = (valid & finite_key).unsqueeze(-1)
+        key, mean = _center(key.float(), counted)
+        header.append(pad(mean, (0, 2 * layout.header_words - layout.key_dim)).view(torch.int32))
+
+    key_codes, key_fields, key_full = _encode_keys(key, layout)
+    value_codes, value_fields, value_full = _encode_values(value, layout)
+    for full in (key_full, value_full):
+        if full is not None:
+            flags = flags | _flag(full & valid, SATURATED)
+
+    group = [
+        pack_codes(_in_groups(key_codes, 1), layout.key_bits, RunOrder.KEYS, layout.rotates_keys),
+        pack_codes(_in_groups(value_codes, 1), layout.value_bits, layout.value_order, layout.rotates_values),
+    ]
+    if layout.metadata:
+        group.append(pack_metadata([_in_groups(field, 0) for field in key_fields + value_fields]))
+    return torch.cat([*header, torch.cat(group, -1).flatten(-2)], -1), flags
+
+
+def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageContent:
+    """Pages `[..., page_words]` as factors. `dtype` is the model's, which `raw` formats are stored in."""
+    groups = words[..., layout.header_words :].unflatten(-1, (layout.groups, layout.group_words))
+    key_words, value_words, metadata_words = groups.split(
+        (layout.key_words, layout.value_words, layout.metadata_words), -1
+    )
+    key_codes = unpack_codes(key_words, layout.key_bits, RunOrder.KEYS, layout.rotates_keys)
+    value_codes = unpack_codes(value_words, layout.value_bits, layout.value_order, layout.rotates_values)
+    key_codes, value_codes = key_codes.flatten(-3, -2), value_codes.flatten(-3, -2)
+
+    fields: dict[str, Tensor] = {}
+    if layout.metadata:
+        stored = unpack_metadata(metadata_words, len(layout.metadata))
+        fields = {name: field.flatten(-2).float() for name, field in zip(layout.metadata, stored, strict=True)}
+
+    if layout.key_format == "lloyd_max":
+        key = _look_up(key_codes, layout.key_bits, layout.key_dim_padded, layout.codebook)
+    elif layout.key_format == "fp8":
+        key = key_codes.view(torch.float8_e4m3fn).float()
+    else:
+        key = key_codes.view(dtype).float()
+    if layout.value_format == "lloyd_max":
+        value = _look_up(value_codes, layout.value_bits, layout.value_dim_padded, layout.codebook)
+    elif layout.value_format == "min_max":
+        value = value_codes.float()
+    else:
+        value = value_codes.view(dtype).float()
+
+    mean = None
+    if layout.center_keys:
+        header = words[..., : layout.header_words].contiguous().view(torch.float16)
+        mean = header[..., : layout.key_dim].float()
+    return PageContent(key, value, key_mean=mean, **fields)
+
+
+def decode_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Pages `[..., page_words]` as vectors: key `[..., P, key_dim]` and value `[..., P, value_dim]`, both fp32."""
+    page = unpack_page(words, layout, dtype)
+    key, value = page.key, page.value
+    if page.key_scale is not None:
+        key = key * page.key_scale.unsqueeze(-1)
+    key = unrotate(key, layout.key_dim) if layout.rotates_keys else key[..., : layout.key_dim]
+    if page.key_mean is not None:
+        key = key + page.key_mean.unsqueeze(-2)
+    if page.value_scale is not None:
+        value = value * page.value_scale.unsqueeze(-1)
+    if page.value_min is not None:
+        value = value + page.value_min.unsqueeze(-1)
+    value = unrotate(value, layout.value_dim) if layout.rotates_values else value[..., : layout.value_dim]
+    return key, value
+
+
+def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Codes `[..., P, padded]`, fp16 fields `[..., P]` and which tokens' fields saturated."""
+    if layout.key_format == "lloyd_max":
+        return _lloyd_max(key, layout.key_bits, layout.key_dim_padded, layout.codebook)
+    extra = (0, layout.key_dim_padded - layout.key_dim)
+    if layout.key_format == "fp8":
+        # torch's cast gives NaN beyond the largest number.
+        code = key.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        return pad(code, extra), [], None
+    return pad(_bits(key, layout.key_bits), extra), [], None
+
+
+def _encode_values(value: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    if layout.value_format == "lloyd_max":
+        return _lloyd_max(value, layout.value_bits, layout.value_dim_padded, layout.codebook)
+    extra = (0, layout.value_dim_padded - layout.value_dim)
+    if layout.value_format == "min_max":
+        codes, fields, full = _min_max(value, layout.value_bits)
+        return pad(codes, extra), fields, full
+    return pad(_bits(value, layout.value_bits), extra), [], None
+
+
+def _center(key: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys less their mean, where counted, and the mean as fp16 `[..., key_dim]`."""
+    share = counted.sum(-2, keepdim=True).clamp_min(1).float()
+    # Dividing first keeps the sum finite; the rounded mean is what reading adds back, so its rounding cancels.
+    mean = (key / share).sum(-2, keepdim=True).clamp(-FP16_MAX, FP16_MAX).half()
+    return (key - mean.float()).masked_fill(~counted, 0), mean.squeeze(-2)
+
+
+def _lloyd_max(vector: Tensor, bits: int, dim: int, codebook: str) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Rotate, scale to unit variance a coordinate, take the nearest level; the scale restores the vector's norm."""
+    vector = vector.float()
+    norm = torch.linalg.vector_norm(vector, dim=-1)
+    unit = rotate(vector, dim) * (math.sqrt(dim) / norm.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
+    codes = torch.zeros_like(unit, dtype=torch.uint8)
+    for edge in boundaries(bits, dim, codebook).tolist():
+        codes += (unit >= edge).view(torch.uint8)
+    scale = norm / torch.linalg.vector_norm(_look_up(codes, bits, dim, codebook), dim=-1)
+    return codes, [scale.clamp_max(FP16_MAX).half()], scale > FP16_MAX
+
+
+def _min_max(value: Tensor, bits: int) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Codes between each vector's minimum and maximum."""
+    value, top = value.float(), 2**bits - 1
+    low, high = value.aminmax(dim=-1)
+    minimum = low.clamp(-FP16_MAX, FP16_MAX).half()
+    step = ((high - minimum.float()) / top).clamp_min(1e-8)
+    scale = step.clamp_max(FP16_MAX).half()
+    steps = (value - minimum.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
+    codes = (steps + 0.5).floor().masked_fill((scale == 0).unsqueeze(-1), 0).clamp(0, top).to(torch.uint8)
+    return codes, [scale, minimum], (low.abs() > FP16_MAX) | (step > FP16_MAX)
+
+
+def _bits(vector: Tensor, bits: int) -> Tensor:
+    if vector.element_size() * 8 != bits:
+        raise ValueError(f"dtype={vector.dtype} does not fill the {bits} bits of this layout: build the layout for it.")
+    return vector.view(torch.int16 if bits == 16 else torch.int32)
+
+
+def _look_up(codes: Tensor, bits: int, dim: int, codebook: str) -> Tensor:
+    table = levels(bits, dim, codebook).to(codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _in_groups(tensor: Tensor, trailing: int) -> Tensor:
+    """Split the token axis, which `trailing` axes follow, into groups."""
+    return tensor.unflatten(-1 - trailing, (-1, GROUP_TOKENS))
+
+
+def _flag(tokens: Tensor, bit: int) -> Tensor:
+    return tokens.any(-1).int() * bit
