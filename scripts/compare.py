@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, embedded_model
 from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
@@ -55,13 +55,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured; `report` is the packed cache's own."""
+    """What was measured. `packed_tokens` and `exact_tokens` are those of one quantized layer."""
 
     dynamic: Generation
     packed: Generation
     bytes_dynamic: int
     bytes_packed: int
-    report: Any
+    packed_tokens: int
+    exact_tokens: int
     agreement: Agreement
 
     @property
@@ -98,8 +99,8 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip() if lines else type(error).__name__
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -125,6 +126,7 @@ def load(name: str | None, device: torch.device) -> Loaded:
         if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
             raise RequestError(f"the model folder {name} does not exist.")
     try:
+        AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -175,12 +177,22 @@ def compare(loaded: Loaded, ids: torch.Tensor, preset: str, max_new_tokens: int)
     runs = []
     for name, cache in zip(CACHES, (dynamic_cache, packed_cache)):
         with tqdm(total=max_new_tokens, desc=f"Generating, {name}", unit="token") as bar:
-            runs.append(generate_timed(model, ids, cache, max_new_tokens, bar.update))
+            runs.append(generate_timed(model, ids, cache, max_new_tokens, progress=bar.update))
     dynamic, packed = runs
     text = torch.cat([ids[0], dynamic.tokens.to(ids.device)])[None]
     with tqdm(total=text.shape[1], desc="Comparing logits", unit="token") as bar:
-        agreement = logit_agreement(model, text, *new_caches(model, preset), bar.update)
-    return Comparison(dynamic, packed, cache_nbytes(dynamic_cache), packed_cache.nbytes, packed_cache.report(), agreement)
+        agreement = logit_agreement(model, text, *new_caches(model, preset), progress=bar.update)
+    layer = packed_cache.packed_layers[len(packed_cache.packed_layers) // 2]  # boundary layers stand at the ends
+    held = layer.report(0)
+    return Comparison(
+        dynamic=dynamic,
+        packed=packed,
+        bytes_dynamic=cache_nbytes(dynamic_cache),
+        bytes_packed=packed_cache.nbytes,
+        packed_tokens=held.packed_tokens,
+        exact_tokens=held.exact_tokens,
+        agreement=agreement,
+    )
 
 
 def versions() -> dict[str, str]:
@@ -200,8 +212,8 @@ def as_json(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) 
         "bytes_dynamic": result.bytes_dynamic,
         "bytes_packed": result.bytes_packed,
         "ratio": result.ratio,
-        "packed_tokens": result.report.packed_tokens,
-        "exact_tokens": result.report.exact_tokens,
+        "packed_tokens": result.packed_tokens,
+        "exact_tokens": result.exact_tokens,
         "kl": result.agreement.kl,
         "top1_agreement": result.agreement.top1,
         "tokens_per_s_dynamic": result.dynamic.tokens_per_s,
@@ -222,14 +234,14 @@ def as_text(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) 
     for name, run in zip(CACHES, (dynamic, packed)):
         continuation = loaded.tokenizer.decode(run.tokens, skip_special_tokens=True)
         lines += [f"{name}:", textwrap.indent(textwrap.fill(continuation, 100), "  "), ""]
-    report, agreement = result.report, result.agreement
+    agreement = result.agreement
     lines += [
         f"{'':18}{CACHES[0]:>16}{CACHES[1]:>18}",
         f"{'cache':18}{mib(result.bytes_dynamic):>16}{mib(result.bytes_packed):>18}   {result.ratio:.2f} times smaller",
         f"{'first token':18}{dynamic.first_token_seconds:>14.2f} s{packed.first_token_seconds:>16.2f} s",
         f"{'decode, tokens/s':18}{dynamic.tokens_per_s:>16.1f}{packed.tokens_per_s:>18.1f}",
         "",
-        f"Packed  {report.packed_tokens} tokens, exact {report.exact_tokens}",
+        f"Packed  {result.packed_tokens} tokens, exact {result.exact_tokens}",
         f"Logits over the same text, at the {agreement.positions} positions that read packed pages:"
         f" KL {agreement.kl:.4f} nats, top-1 agreement {agreement.top1:.1%}",
     ]

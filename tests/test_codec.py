@@ -288,6 +288,13 @@ class TestQuantizerInDetail:
         assert torch.equal(key[0], mean)
         torch.testing.assert_close((key[at] - mean).norm(), 2 * page.key[at].norm())
 
+    @pytest.mark.parametrize("preset", ["k8v4", "4bit_nc", "raw"])
+    def test_padded_dims_hold_code_zero_where_nothing_rotates(self, preset: str) -> None:
+        layout = layout_of(preset, 80)
+        page = unpack_page(through(vectors(64, 80), vectors(64, 80) + 3, layout)[2], layout, torch.float32)
+        assert page.value.shape[-1] == 96 and not page.value[:, 80:].any()
+        assert layout.rotates_keys or not page.key[:, 80:].any()
+
     @pytest.mark.parametrize("page_size", [32, 128, 256])
     def test_groups_are_independent(self, page_size: int) -> None:
         layout = TurboQuantConfig.from_preset("4bit_nc", page_size=page_size).layout(64, 64, torch.float32)

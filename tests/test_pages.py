@@ -44,8 +44,8 @@ def test_the_device_table_grows_past_its_room() -> None:
 
 @pytest.mark.parametrize(
     ("length", "spans", "end"),
-    [(196, [(4, 64), (68, 64), (132, 64)], 196), (195, [(4, 64), (68, 64), (132, 63)], 195), (132, [(4, 64), (68, 64)], 132),
-     (5, [(4, 1)], 5), (4, [], 4), (2, [], 4), (0, [], 4)],
+    [(196, [(4, 64), (68, 64), (132, 64)], 196), (195, [(4, 64), (68, 64), (132, 63)], 195),
+     (132, [(4, 64), (68, 64)], 132), (5, [(4, 1)], 5), (4, [], 4), (2, [], 4), (0, [], 4)],
 )  # fmt: skip
 def test_crop_shortens_and_frees(length: int, spans: list[tuple[int, int]], end: int) -> None:
     table = filled()

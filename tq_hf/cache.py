@@ -101,7 +101,6 @@ class TurboQuantCache(Cache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a number of tokens, or None.")
         text = config.get_text_config(decoder=True)
         _validate_model(text, self.quantization)
-        self.max_cache_len = max_cache_len
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
         exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
@@ -137,7 +136,7 @@ class TurboQuantCache(Cache):
             else:
                 layer.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
@@ -146,6 +145,7 @@ class TurboQuantCache(Cache):
         Raises:
             ValueError: a positive number.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor on some releases
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
@@ -223,8 +223,11 @@ class TurboQuantCache(Cache):
             ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero) or a scale
                 beyond fp16 (stored saturated).
         """
-        kinds = ((ops.NON_FINITE_KEY, "a non-finite key"), (ops.NON_FINITE_VALUE, "a non-finite value"))
-        kinds += ((ops.SATURATED, "a scale beyond fp16"),)
+        kinds = (
+            (ops.NON_FINITE_KEY, "a non-finite key"),
+            (ops.NON_FINITE_VALUE, "a non-finite value"),
+            (ops.SATURATED, "a scale beyond fp16"),
+        )
         found = []
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, TurboQuantLayer) or not layer.is_initialized:
@@ -241,7 +244,7 @@ class TurboQuantCache(Cache):
             )
 
     def __repr__(self) -> str:
-        mode = "dynamic" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
+        mode = "dynamic" if self.table.max_cache_len is None else f"max_cache_len={self.table.max_cache_len}"
         if self.table.batch_size is None:
             return f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers, empty)"
         report = self.report()

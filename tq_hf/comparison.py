@@ -6,6 +6,7 @@ logits says nothing about the cache; here only positions count that read at leas
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class _Clock:
         pass
 
 
+def cache_argument(model: Any) -> str:
+    """What the model's forward calls its cache: `"cache"` since transformers 5.24, where `"past_key_values"` warns."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def generate_timed(
     model: Any, input_ids: Tensor, cache: Any, max_new_tokens: int, progress: Progress | None = None
 ) -> Generation:
@@ -83,7 +89,7 @@ def generate_timed(
     output = model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        past_key_values=cache,
+        **{cache_argument(model): cache},
         streamer=clock,
         max_new_tokens=max_new_tokens,
         min_new_tokens=max_new_tokens,
@@ -126,52 +132,67 @@ def first_page_tokens(config: TurboQuantConfig) -> int:
     return config.sink_tokens + config.recent_window + config.page_size
 
 
-def text_chunks(length: int, config: TurboQuantConfig) -> list[tuple[int, int]]:
+def text_chunks(length: int, config: TurboQuantConfig, positions: int | None = None) -> list[tuple[int, int]]:
     """Cut a text so that feeding it in chunks reads what feeding it token by token would read.
 
-    The first chunk is the shortest prompt after which a page is packed; each later one ends where the next page falls due,
-    so no page becomes due in the middle of a chunk.
+    After the first chunk, the prompt, at least one page is packed; each later chunk ends where the next page falls due, so
+    no page becomes due in the middle of a chunk.
+
+    Args:
+        length: tokens of the text.
+        config: the packed cache's configuration.
+        positions: how many positions after the prompt are wanted, at least; None: as many as there can be.
 
     Returns:
         [(start, end), ...], covering 0 .. length.
     """
-    first = min(length, first_page_tokens(config))
+    first = first_page_tokens(config)
+    if positions is not None:
+        first += max(0, length - positions - first) // config.page_size * config.page_size
     ends = [*range(first, length, config.page_size), length]
     return list(zip([0, *ends], ends))
 
 
 @torch.no_grad()
 def logit_agreement(
-    model: Any, input_ids: Tensor, exact: Any, packed: TurboQuantCache, progress: Progress | None = None
+    model: Any,
+    input_ids: Tensor,
+    exact: Any,
+    packed: TurboQuantCache,
+    positions: int | None = None,
+    progress: Progress | None = None,
 ) -> Agreement:
     """Feed a text through two caches, chunk by chunk, and compare the next-token distributions.
+
+    The first part of the text is a prompt, whose positions attend to its exact states and do not count.
 
     Args:
         model: a causal language model of transformers.
         input_ids: int64 [1, length], on the model's device.
         exact: an empty cache to compare with, such as `DynamicCache(config=model.config)`.
         packed: an empty cache, whose page size decides the chunks.
+        positions: how many positions to compare, at least, at the end of the text; None: as many as there can be.
         progress: called with the number of tokens done, after each chunk.
 
     Raises:
         ValueError: the text is too short for any position to read a packed page.
     """
-    kl, same, positions = 0.0, 0, 0
-    for start, end in text_chunks(input_ids.shape[1], packed.quantization):
+    argument = cache_argument(model)
+    kl, same, counted = 0.0, 0, 0
+    for start, end in text_chunks(input_ids.shape[1], packed.quantization, positions):
         chunk = input_ids[:, start:end]
         counts = packed.report().packed_tokens > 0
-        reference = model(chunk, past_key_values=exact, use_cache=True).logits
-        logits = model(chunk, past_key_values=packed, use_cache=True).logits
+        reference, logits = (model(chunk, use_cache=True, **{argument: cache}).logits for cache in (exact, packed))
         if counts:
             p, q = F.log_softmax(reference.float(), dim=-1), F.log_softmax(logits.float(), dim=-1)
             kl += F.kl_div(q, p, log_target=True, reduction="sum").item()
             same += int((reference.argmax(-1) == logits.argmax(-1)).sum())
-            positions += end - start
+            counted += end - start
         if progress is not None:
             progress(end - start)
-    if not positions:
+    if not counted:
         raise ValueError(
             f"a text of {input_ids.shape[1]} tokens reads no packed page: the first page is packed after"
             f" {first_page_tokens(packed.quantization)} tokens."
         )
-    return Agreement(kl=max(kl / positions, 0.0), top1=same / positions, positions=positions)
+    return Agreement(kl=max(kl / counted, 0.0), top1=same / counted, positions=counted)

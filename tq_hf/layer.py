@@ -64,7 +64,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self._forget()
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
+    def is_compileable(self) -> bool:
         return self.table.is_static
 
     def _forget(self) -> None:
@@ -74,6 +74,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.pending: Step | None = None
 
     # -- storage -----------------------------------------------------------------------------------------------------
+    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
         layout = self.config.layout(key_states.shape[-1], value_states.shape[-1], key_states.dtype)
@@ -112,6 +113,7 @@ class TurboQuantLayer(CacheLayerMixin):
             state += [self.pending.key, self.pending.value]
         return state
 
+    @torch.inference_mode(False)
     def _grow(self, pages: int) -> None:
         """Make room for `pages` pages in the pool: at least 1/32 more than now, so that copies stay rare."""
         have = self.pool.shape[0]
@@ -122,7 +124,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.pool = pool
 
     # -- transformers' contract --------------------------------------------------------------------------------------
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[PackedKV, PackedKV]:  # type: ignore[override]
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[PackedKV, PackedKV]:
         """Take new states and return handles for all keys and values so far.
 
         Args:
@@ -150,7 +152,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
             )
         if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
-            raise ValueError(f"key dtype {key.dtype} and value dtype {value.dtype}: expected one of {MODEL_DTYPES}, the same.")
+            raise ValueError(f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}.")
         rows = self.table.batch_size
         if rows is not None and key.shape[0] != rows:
             raise ValueError(

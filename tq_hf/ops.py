@@ -22,6 +22,7 @@ the device: nothing here reads them on the host where that would wait for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,31 +81,22 @@ def _gather_fake(
     )
 
 
-def _kernels_attend(*args: object) -> Tensor:
-    from .kernels import attend  # imported on first use: a machine without a GPU needs no Triton
+def _kernel(name: str) -> Callable[..., Any]:
+    def launch(*args: Any) -> Any:
+        from . import kernels  # imported on first use: a machine without a GPU needs no Triton
 
-    return attend(*args)
+        return getattr(kernels, name)(*args)
 
-
-def _kernels_commit(*args: object) -> None:
-    from .kernels import commit
-
-    commit(*args)
+    return launch
 
 
-def _kernels_gather(*args: object) -> tuple[Tensor, Tensor]:
-    from .kernels import gather
-
-    return gather(*args)
-
-
-for _name, _cpu, _cuda, _fake in (
-    ("attend", reference.attend, _kernels_attend, _attend_fake),
-    ("commit", reference.commit, _kernels_commit, _commit_fake),
-    ("gather", reference.gather, _kernels_gather, _gather_fake),
+for _name, _reference, _fake in (
+    ("attend", reference.attend, _attend_fake),
+    ("commit", reference.commit, _commit_fake),
+    ("gather", reference.gather, _gather_fake),
 ):
-    _library.impl(_name, _cpu, "CPU")
-    _library.impl(_name, _cuda, "CUDA")
+    _library.impl(_name, _reference, "CPU")
+    _library.impl(_name, _kernel(_name), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = torch.ops.tq_hf.attend
@@ -150,20 +142,23 @@ def attend_exact(
     """
     batch, heads, _, key_dim = key.shape
     layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")
-    ints = {"dtype": torch.int32, "device": key.device}
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=key.device)
+
     return attend(
         query,
         key,
         value,
-        torch.empty(0, heads, layout.page_words, **ints),
+        zeros(0, heads, layout.page_words),
         key.new_empty(batch, heads, 1, key_dim),
         value.new_empty(batch, heads, 1, value.shape[-1]),
         key.new_empty(batch, heads, 0, key_dim),
         value.new_empty(batch, heads, 0, value.shape[-1]),
-        torch.empty(batch, 1, **ints),
-        torch.zeros(1, 2, **ints),
-        torch.zeros(batch, **ints),
-        torch.zeros(3, **ints),
+        zeros(batch, 1),
+        zeros(1, 2),
+        zeros(batch),
+        zeros(3),
         mask,
         aux_sinks,
         layout.name,

@@ -262,6 +262,7 @@ class DeviceTable:
         self.device = device
         self.rebuild(table)
 
+    @torch.inference_mode(False)
     def rebuild(self, table: BlockTable) -> None:
         assert table.rows is not None
         entries = len(table.spans)

@@ -1,0 +1,6 @@
+"""Triton kernels: the CUDA side of `tq_hf.ops`, each with its torch twin in `tq_hf.reference`."""
+
+from .attend import attend
+from .commit import commit, gather
+
+__all__ = ["attend", "commit", "gather"]

@@ -15,13 +15,13 @@ from ..rotation import hadamard_signs
 from .combine import combine
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
-from .lanes import block_dim, signs
 from .packed import WEIGHT, attend_packed
 
-# Programs of the packed kernel that a multiprocessor holds at once, by columns: the splits fill one wave.
+# Programs of the packed kernel that a multiprocessor holds at once, by columns: the splits fill one wave. What limits them
+# is registers: 125 to 170 for 8 columns and dimensions up to 192, at most 215 for 256, up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
+PROGRAMS_PER_SM_WIDE = 9
 MIN_GROUPS = 3  # groups a split should have, to be worth its partial result
-EXACT_TOKENS = 64
 WORKSPACE = 1 << 26  # bytes that partial results may take, before a chunk of queries goes in pieces
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -77,7 +77,7 @@ def attend(
     state = (ring_key, ring_value, sink_key, sink_value, row_start, counters)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    step = _queries_at_once(batch, query_heads, queries, page, max_entries, query.device)
+    step = _queries_at_once(batch * query_heads, page)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         for start in range(0, queries, step):
             part = slice(start, min(start + step, queries))
@@ -131,13 +131,15 @@ def _attend(
     columns, new, sinks = query.shape[2] * group, key.shape[2], sink_key.shape[2]
     packed = max_entries > 0
 
-    block = _columns(columns)
+    block = _columns(columns, page)
     splits = _packed_splits(rows, columns, page, max_entries, device) if packed else 0
-    exact_block = 16 if columns <= 16 else 64
-    exact_splits = _exact_splits(rows * triton.cdiv(columns, exact_block), sinks + slots + new, device)
-    sizes = [splits * page.value_dim_padded, splits * 2, exact_splits * page.value_dim, exact_splits * 2, 1]
-    floats = torch.empty(rows * columns * sum(sizes), dtype=torch.float32, device=device)
-    p_output, p_stats, p_exact, p_exact_stats, p_factor = floats.split([rows * columns * size for size in sizes])
+    exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
+    blocks = triton.cdiv(sinks + slots + new, tokens)
+    exact_splits = max(1, min(4 * _multiprocessors(device) // (rows * triton.cdiv(columns, exact_block)), blocks))
+    sizes = (splits * page.value_dim_padded, splits * 2, exact_splits * page.value_dim, exact_splits * 2, 1)
+    floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
+    workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
+    p_output, p_stats, p_exact, p_exact_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = None
     if packed:
         raw = page.key_format == "raw"
@@ -145,7 +147,7 @@ def _attend(
         p_rotated = torch.empty(shape, dtype=query.dtype if raw else torch.float16, device=device)
         p_plain = torch.empty(shape, dtype=torch.float16, device=device) if page.center_keys else None
         if page.rotates_keys:
-            p_signs = signs(page.key_dim_padded, True, _sign_dtype(query.dtype), device)
+            p_signs = _signs(page.key_dim_padded, device)
 
     per_query = mask is not None and mask.shape[2] > 1
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
@@ -154,9 +156,10 @@ def _attend(
         p_signs, p_rotated, p_plain, p_factor, p_exact, p_exact_stats,
         heads, columns, group, new, slots, sinks, exact_splits, query_offset, *query.stride()[:3], *key.stride()[:3],
         *value.stride()[:3], *mask_strides, scaling, softcap,
-        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=block_dim(page.key_dim_padded),
-        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_BLOCK=block_dim(page.value_dim_padded),
-        ROWS=exact_block, TOKENS=EXACT_TOKENS, PER_QUERY=per_query, CAUSAL=causal, STAGES=2, num_warps=4,
+        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=triton.next_power_of_2(page.key_dim_padded),
+        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
+        ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
+        num_warps=warps,
     )  # fmt: skip
     if packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
@@ -170,10 +173,10 @@ def _attend(
     combine_rows = 1 if columns <= 16 else 16
     combine[(triton.cdiv(columns, combine_rows), rows)](
         p_output if packed else None, p_stats, p_exact, p_exact_stats,
-        inverse_signs(page.value_dim_padded, page.value_dim, device) if packed and page.rotates_values else None,
+        _signs(page.value_dim_padded, device) if packed and page.rotates_values else None,
         aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1), WEIGHT.value,
-        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=block_dim(page.value_dim_padded), ROWS=combine_rows,
-        SPLITS=64 // combine_rows, num_warps=8,
+        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=triton.next_power_of_2(page.value_dim_padded), ROWS=combine_rows,
+        SPLITS=64 // combine_rows, STEP=min(128, triton.next_power_of_2(page.value_dim_padded)), num_warps=8,
     )  # fmt: skip
 
 
@@ -184,40 +187,39 @@ def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _columns(columns: int) -> int:
-    return 8 if columns <= 8 else 16
+def _columns(columns: int, page: PageLayout) -> int:
+    """Columns of a program of the packed kernel: 16 where they fit the registers."""
+    return 16 if columns > 8 and page.key_dim_padded + page.value_dim_padded <= 320 else 8
 
 
 def _packed_splits(rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
     """Splits of each row's pages: one wave of programs, but none with too little to do."""
-    block = _columns(columns)
-    wave = PROGRAMS_PER_SM[block] * _multiprocessors(device) // (rows * triton.cdiv(columns, block))
+    block = _columns(columns, page)
+    wide = page.key_dim_padded + page.value_dim_padded > 384
+    programs = PROGRAMS_PER_SM_WIDE if wide else PROGRAMS_PER_SM[block]
+    wave = programs * _multiprocessors(device) // (rows * triton.cdiv(columns, block))
     return max(1, min(wave, max_entries * page.groups // MIN_GROUPS))
 
 
-def _exact_splits(programs: int, tokens: int, device: torch.device) -> int:
-    """Splits of the exact tokens: no more programs than two waves of two a multiprocessor."""
-    return max(1, min(4 * _multiprocessors(device) // programs, triton.cdiv(tokens, EXACT_TOKENS)))
+def _exact_tile(columns: int, page: PageLayout, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Columns, tokens and warps of a program of the exact kernel."""
+    vector = triton.next_power_of_2(max(page.key_dim_padded, page.value_dim_padded)) * dtype.itemsize
+    most = 64 if dtype.itemsize == 2 else 32 if vector <= 512 else 16
+    rows = 16 if columns <= 16 else most
+    return (rows, 64, 4) if vector <= 256 else (rows, 32, 8)
 
 
-def _queries_at_once(
-    batch: int, query_heads: int, queries: int, page: PageLayout, max_entries: int, device: torch.device
-) -> int:
-    """How many queries' partial results fit `WORKSPACE`, when many queries leave one or two splits."""
-    each = 4 * batch * query_heads * 2 * (page.value_dim_padded + page.value_dim)
-    return queries if queries * each <= WORKSPACE else max(64, WORKSPACE // each)
-
-
-def _sign_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize == 2 else torch.bfloat16
+def _queries_at_once(heads: int, page: PageLayout) -> int:
+    """How many queries' partial results fit `WORKSPACE`: so many queries leave few splits, at most one wave of programs."""
+    return max(64, WORKSPACE // (4 * heads * 2 * (page.value_dim_padded + page.value_dim)))
 
 
 @lru_cache(maxsize=None)
-def inverse_signs(dim_padded: int, dim: int, device: torch.device) -> Tensor:
-    """The rotation back: bf16 [block, block], entry [k, d] the sign with which rotated coordinate k enters dimension d."""
-    block = block_dim(dim_padded)
+def _signs(dim_padded: int, device: torch.device) -> Tensor:
+    """The rotation as bf16 [block, block] of +-1 (exact), zero beyond `dim_padded`; a row is a rotated coordinate."""
+    block = triton.next_power_of_2(dim_padded)
     table = torch.zeros(block, block, dtype=torch.bfloat16)
-    table[:dim_padded, :dim] = hadamard_signs(dim_padded)[:, :dim].to(torch.bfloat16)
+    table[:dim_padded, :dim_padded] = hadamard_signs(dim_padded).to(torch.bfloat16)
     return table.to(device)
 
 

@@ -35,10 +35,10 @@ def token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink, p_ring, p_new, strid
     return tl.where(index < sinks, p_sink + (i_bh * sinks + index) * DIM, tl.where(ring < slots, p_slot, p_fresh))
 
 
+# Strides are specialized, or 16-byte loads would be impossible: a head's vectors being aligned does not change between calls.
 @triton.jit(
     do_not_specialize=[
-        "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "stride_qb", "stride_qh", "stride_qt",
-        "stride_kb", "stride_kh", "stride_kt", "stride_vb", "stride_vh", "stride_vt", "mask_b", "mask_q", "mask_k",
+        "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "mask_b", "mask_q", "mask_k",
     ]
 )  # fmt: skip
 def attend_exact(
@@ -90,12 +90,12 @@ def attend_exact(
         for start in tl.range(i_s * TOKENS, end, splits * TOKENS, num_stages=STAGES):
             index = start + tl.arange(0, TOKENS)
             position, exists = exact_tokens(index, length, packed_end, row_start, sinks, slots, new)
-            p_rows = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_key, p_ring_key, p_key,
+            p_keys = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_key, p_ring_key, p_key,
                                 stride_kb, stride_kh, stride_kt, KEY_DIM)  # fmt: skip
-            key = tl.load(p_rows[:, None] + d[None, :], mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
-            p_rows = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_value, p_ring_value, p_value,
-                                stride_vb, stride_vh, stride_vt, VALUE_DIM)  # fmt: skip
-            value = tl.load(p_rows[:, None] + e[None, :], mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+            key = tl.load(p_keys[:, None] + d[None, :], mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+            p_values = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_value, p_ring_value, p_value,
+                                  stride_vb, stride_vh, stride_vt, VALUE_DIM)  # fmt: skip
+            value = tl.load(p_values[:, None] + e[None, :], mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
             scores = tl.dot(query, key.trans(1, 0), input_precision="tf32x3") * scaling  # [ROWS, TOKENS]
             if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * LOG2_E / softcap)) + 1)

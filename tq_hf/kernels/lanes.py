@@ -24,7 +24,7 @@ CHUNK = 32
 
 @triton.jit
 def chunk_dims(c, PADDED: tl.constexpr, KEYS: tl.constexpr):
-    """The dimensions of chunk c, int32 [32]."""
+    """The dimensions of the columns of chunk c, int32 [32]."""
     n = tl.arange(0, 32)
     if KEYS:
         dims = (n // 8) * (PADDED // 4) + 8 * c + n % 8
@@ -98,16 +98,21 @@ def code_levels(bits: int, dim: int, codebook: str, device: torch.device) -> Ten
 
 @lru_cache(maxsize=None)
 def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as bit patterns for `store.quantize`.
+    """The non-negative half of a codebook as the constants of `store.quantize`.
 
     Returns:
-        int32 [2, 2**(bits - 1)]: row 0 the lower boundary of magnitude m as fp32 bits, row 1 the level's fp32 bits with m in
-        the lowest bits, which are free because a level is an fp16.
+        fp32 [2, 2**(bits - 1)]. Row 0: the largest number below the lower boundary of magnitude m, times -2**30, so that a
+        multiply-add that saturates to 0..1 tells whether a value reaches the boundary. Row 1: what passing the boundary
+        adds, 2**20 for the index plus the step of the level's square times 2**17; its first entry starts with 2**23, so
+        that the sum's bit pattern holds the integers.
     """
     half = 2 ** (bits - 1)
-    lower = boundaries(bits, dim, codebook)[half - 1 :].contiguous().view(torch.int32)
-    level = levels(bits, dim, codebook)[half:].contiguous().view(torch.int32)
-    return torch.stack([lower, level | torch.arange(half, dtype=torch.int32)]).to(device)
+    lower = boundaries(bits, dim, codebook)[half - 1 :]
+    below = torch.nextafter(lower, torch.zeros(())) * -(2.0**30)
+    squares = (levels(bits, dim, codebook)[half:].double().square() * 2.0**17).round()  # below 2**20: levels are below 2.8
+    steps = 2.0**20 + squares.diff(prepend=squares.new_zeros(1))
+    steps[0] += 2.0**23 - 2.0**20
+    return torch.stack([below, steps.float()]).to(device)
 
 
 def block_dim(dim: int) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .lanes import chunk_dims
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -26,7 +24,7 @@ def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling,
     Args:
         query: [ROWS, BLOCK], zero beyond DIM.
         inside: [ROWS], which rows exist.
-        p_signs: [PADDED / 32, BLOCK, 32] of `lanes.signs`, or None.
+        p_signs: bf16 [BLOCK, BLOCK], the sign of each input (column) in each rotated coordinate (row), or None.
         p_rotated, p_plain: pointers [ROWS] to the rows to write, PADDED values each; `p_plain` may be None.
         p_factor: pointers [ROWS]; `packed.attend_packed` says what they get.
     """
@@ -42,9 +40,8 @@ def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling,
     if p_signs is None:
         tl.store(p_rotated[:, None] + d[None, :], scaled.to(p_rotated.dtype.element_ty), mask=store)
     else:
-        n = tl.arange(0, 32)
-        for c in range(PADDED // 32):
-            signs = tl.load(p_signs + c * BLOCK * 32 + d[:, None] * 32 + n[None, :])  # [BLOCK, 32]
-            y = tl.dot(query, signs.to(query.dtype), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
-            p_chunk = p_rotated[:, None] + chunk_dims(c, PADDED, True)[None, :]
-            tl.store(p_chunk, y.to(p_rotated.dtype.element_ty), mask=inside[:, None])
+        for first in range(0, PADDED, 32):
+            k = first + tl.arange(0, 32)
+            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(query.dtype)  # [32, BLOCK]; products are exact
+            y = tl.dot(query, signs.trans(1, 0), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
+            tl.store(p_rotated[:, None] + k[None, :], y.to(p_rotated.dtype.element_ty), mask=inside[:, None])

@@ -28,16 +28,20 @@ FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def token_rows(position, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
-    """Pointers to the vectors of positions: in the ring if committed, else among the new tokens."""
-    new = i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (position - length).to(tl.int64) * stride_t
-    ring = ((i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots + position % slots) * DIM
-    return tl.where(position < length, p_ring + ring, p_new + new)
+def token_rows(start, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
+    """Pointers to the vectors of positions start to start + 31: in the ring if committed, else among the new tokens."""
+    token = tl.arange(0, 32)
+    p_first = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t)
+    slot = start % slots + token
+    slot = tl.where(slot < slots, slot, slot - slots)
+    p_head = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots * DIM
+    return tl.where(start + token < length, p_head + slot * DIM, p_first + token * stride_t)
 
 
 @triton.jit
-def real_tokens(position, first, p_keep, keep_row):
-    """Which positions hold tokens that count: neither padding nor sink, and kept."""
+def real_tokens(start, first, p_keep, keep_row):
+    """Which of positions start to start + 31 hold tokens that count: neither padding nor sink, and kept."""
+    position = start + tl.arange(0, 32)
     real = position >= first
     if p_keep is not None:
         real = real & (tl.load(p_keep + keep_row + position) != 0)
@@ -49,24 +53,27 @@ def load_vectors(p_row, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Vectors with zeros for those that do not count or are not finite, and which ones are left."""
     d = tl.arange(0, BLOCK)
     x = tl.load(p_row[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)  # [T, BLOCK]
-    finite = tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) != 0  # NaN compares false
-    usable = real & finite
+    usable = real & (tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
     return tl.where(usable[:, None], x.to(tl.float32), 0.0), usable
 
 
 @triton.jit
 def quantize(u, p_cells, HALF: tl.constexpr):
-    """The Lloyd-Max cell of each value: its magnitude's index, the magnitude of its level, and whether it is negative.
+    """The Lloyd-Max cell of each value: its magnitude's index, its level's square times 2**17, and -1 or 0 for its sign.
 
-    Bit patterns of non-negative floats order like integers. One less for negative values sends a value that stands on a
-    boundary to the right cell on both sides of zero.
+    Comparisons and selects run at half the rate of multiply-adds, which is what `lanes.magnitude_cells` is made for: each
+    boundary at or below the value adds a number that holds the steps of both results. One bit pattern less for negative
+    values sends a value that stands on a boundary to the right cell on both sides of zero.
     """
-    negative = u < 0
-    bits = tl.abs(u).to(tl.int32, bitcast=True) - negative.to(tl.int32)
-    cell = tl.full(u.shape, 0, tl.int32) + tl.load(p_cells + HALF)
+    bits = u.to(tl.int32, bitcast=True)
+    sign = bits >> 31
+    v = ((bits & 0x7FFFFFFF) + sign).to(tl.float32, bitcast=True)
+    cell = tl.full(u.shape, 0.0, tl.float32) + tl.load(p_cells + HALF)
     for m in tl.static_range(1, HALF):
-        cell = tl.where(bits >= tl.load(p_cells + m), tl.load(p_cells + HALF + m), cell)
-    return cell & 7, (cell & -8).to(tl.float32, bitcast=True), negative
+        above = tl.minimum(tl.maximum(tl.fma(v, 1073741824.0, tl.load(p_cells + m)), 0.0), 1.0)  # 0 or 1
+        cell = tl.fma(above, tl.load(p_cells + HALF + m), cell)
+    cell = cell.to(tl.int32, bitcast=True)
+    return (cell >> 20) & 7, cell & 0xFFFFF, sign
 
 
 @triton.jit
@@ -165,19 +172,19 @@ def pack_vectors(p_rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
         norm = tl.sqrt(tl.sum(x * x, 1))
         power, inverse = normalizers(norm)
         operand = (x * power[:, None]).to(tl.float16)  # [32, BLOCK]
-        squares = tl.zeros([32], tl.float32)
+        squares = tl.zeros([32, 32], tl.int32)
         k = tl.arange(0, BLOCK)[:, None]
         n = tl.arange(0, 32)[None, :]
         for c in range(CHUNKS):
             y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
-            magnitude, level, negative = quantize(y * inverse[:, None], p_cells, HALF)
-            squares += tl.sum(level * level, 1)
+            magnitude, square, sign = quantize(y * inverse[:, None], p_cells, HALF)
+            squares += square
             if BITS == 4:
-                codes = magnitude | (negative.to(tl.int32) << 3)
+                codes = magnitude | (sign & 8)
             else:
-                codes = magnitude ^ tl.where(negative, HALF - 1, HALF)
+                codes = magnitude ^ HALF ^ (sign & (2 * HALF - 1))
             store_chunk(p_codes, codes, c, PADDED, BITS, BITS == 4, KEYS, HALVES)
-        scale = norm / tl.sqrt(squares)
+        scale = norm / tl.sqrt(tl.sum(squares, 1).to(tl.float32) * 7.62939453125e-06)  # 2**-17
         tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
         saturated = scale > FP16_MAX
     else:
@@ -187,7 +194,7 @@ def pack_vectors(p_rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             low = tl.min(tl.where(in_head, x, float("inf")), 1)
             high = tl.max(tl.where(in_head, x, float("-inf")), 1)
             minimum = saturate(low).to(tl.float16)  # [32]
-            step = tl.maximum((high - minimum.to(tl.float32)) / TOP, 1e-8)
+            step = tl.maximum(tl.div_rn(high - minimum.to(tl.float32), TOP * 1.0), 1e-8)
             saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
             scale = saturate(step).to(tl.float16)  # [32]
             tl.store(p_field, scale)
@@ -244,18 +251,18 @@ def pack_pages(
     start = packed_end + i_due * PAGE
     first = tl.load(p_row_start + i_b) + sinks
     slots = window + PAGE
-    position = start + i_group * 32 + tl.arange(0, 32)
+    tile = start + i_group * 32
     keep_row = i_b.to(tl.int64) * stride_keep
-    real = real_tokens(position, first, p_keep, keep_row)
+    real = real_tokens(tile, first, p_keep, keep_row)
     if i_part % 2 == 0:
         rows = token_rows(
-            position, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
+            tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
         )
         if CENTER_KEYS:
             total = tl.zeros([32, KEY_BLOCK], tl.float32)
             count = 0
             for i in range(GROUPS):  # every group's program computes the mean, so that none waits for another
-                other = start + i * 32 + tl.arange(0, 32)
+                other = start + i * 32
                 other_rows = token_rows(
                     other, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
                 )
@@ -275,7 +282,7 @@ def pack_pages(
         )  # fmt: skip
     else:
         rows = token_rows(
-            position, length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, slots, VALUE_DIM
+            tile, length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, slots, VALUE_DIM
         )
         x, usable = load_vectors(rows, real, VALUE_DIM, VALUE_BLOCK)
         saturated = pack_vectors(

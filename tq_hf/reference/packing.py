@@ -126,6 +126,8 @@ def _collect(words: Tensor) -> Tensor:
     per_lane = words.shape[1] // LANES
     quads = per_lane // 4
     whole = words[:, : 4 * quads * LANES].unflatten(1, (quads, LANES, 4)).transpose(1, 2).flatten(2)
+    if per_lane % 4 == 0:
+        return whole
     return torch.cat((whole, words[:, 4 * quads * LANES :].unflatten(1, (LANES, per_lane % 4))), 2)
 
 

@@ -1,0 +1,64 @@
+"""Shared fixtures, and the two markers: `gpu` (skipped without a CUDA device) and `network`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tq_hf import embedded_model as embedded
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def tiny_config() -> LlamaConfig:
+    """A Llama with grouped-query attention, small enough to build anew in every test."""
+    return LlamaConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+
+
+@pytest.fixture
+def tiny_model(tiny_config: LlamaConfig) -> LlamaForCausalLM:
+    """`tiny_config` with fixed random weights in float32; the caller's random state is left alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(tiny_config).eval()
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The embedded model's folder. Tests that use it carry the marker `network`."""
+    try:
+        return embedded.embedded_model()
+    except embedded.EmbeddedModelError as error:
+        pytest.skip(f"the embedded model is not available: {error}")
+
+
+@pytest.fixture(scope="session")
+def embedded_model(embedded_folder: Path) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in bfloat16 and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(embedded_folder, dtype=torch.bfloat16).eval()
+    return model, AutoTokenizer.from_pretrained(embedded_folder)

@@ -1,0 +1,327 @@
+"""The attention kernels against the reference: on a GPU, and with small cases in Triton's interpreter.
+
+The interpreter works on CPU tensors and has to be chosen before Triton is imported: run this file in a process of its own
+with TRITON_INTERPRET=1. It knows no bf16 products, so its cases are fp16.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tq_hf import reference
+from tq_hf.config import PRESETS, TurboQuantConfig
+
+triton = pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs a process with TRITON_INTERPRET=1")
+on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+
+TOLERANCE = 2e-3
+STATE = ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters")
+
+if INTERPRETED:
+    import triton.runtime.interpreter as interpreter
+
+    patch_tensor, create_splat = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat
+
+    def patch_index(tensor: type, *scope: object) -> None:
+        """Before 3.9, a block of one becomes an index in a way that numpy 2.4 refuses."""
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    def splat_condition(self: object, shape: triton.language.block_type, scalar: interpreter.TensorHandle) -> object:
+        """In 3.9, a comparison keeps the type of what it compares, and a mask made from it is refused."""
+        if scalar.data.dtype == bool:
+            scalar = interpreter.TensorHandle(scalar.data, triton.language.int1)
+        return create_splat(self, shape, scalar)
+
+    interpreter._patch_lang_tensor = patch_index
+    interpreter.InterpreterBuilder.create_splat = splat_condition
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call on a history of `length` tokens."""
+
+    preset: str = "tq4"
+    dim: int = 64
+    value_dim: int = 0
+    """0: as `dim`."""
+    length: int = 100
+    queries: int = 1
+    new: int = -1
+    """New tokens; -1: as many as queries."""
+    group: int = 1
+    rows: int = 1
+    heads: int = 1
+    row_start: tuple[int, ...] = ()
+    mask: str = ""
+    """"row": hides tokens of each row; "query": hides other ones from each query; "shared": one row for the batch."""
+    aux_sinks: bool = False
+    softcap: float = 0.0
+    causal: bool = True
+    crop: int = 0
+    """How many tokens of the last page are cut off, after which the rest stays in place."""
+    key_size: float = 1.0
+    value_size: float = 1.0
+    options: tuple[tuple[str, object], ...] = ()
+    dtype: torch.dtype = torch.float16
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != getattr(Case(), k)}
+        return "-".join(f"{k}={v}" for k, v in changed.items()).replace(" ", "") or "default"
+
+
+def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[str, Tensor]]:
+    """Query, key and value, and the state after committing the history in two calls. Unused memory holds NaN."""
+    config = TurboQuantConfig.from_preset(case.preset, **dict(case.options))
+    value_dim = case.value_dim or case.dim
+    layout = config.layout(case.dim, value_dim, case.dtype)
+    page, sinks = config.page_size, config.sink_tokens
+    capacity = case.length // page + 2
+    rows, heads, slots = case.rows, case.heads, config.recent_window + page
+    random = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device=device)
+
+    def unused(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+
+    starts = page * torch.arange(capacity, device=device) + sinks
+    row_start = torch.tensor(case.row_start or [0] * rows, device=device)
+    page_ids = torch.randperm(rows * capacity, generator=random, device=device).view(rows, capacity)
+    page_ids[starts + page <= row_start[:, None]] = -1
+    state = {
+        "pool": torch.full((rows * capacity, heads, layout.page_words), -1, dtype=torch.int32, device=device),
+        "ring_key": unused(rows, heads, slots, case.dim),
+        "ring_value": unused(rows, heads, slots, value_dim),
+        "sink_key": unused(rows, heads, sinks, case.dim),
+        "sink_value": unused(rows, heads, sinks, value_dim),
+        "page_ids": page_ids.int(),
+        "entries": torch.stack([starts, torch.full_like(starts, page)], 1).int(),
+        "row_start": row_start.int(),
+        "counters": torch.tensor([0, sinks, 0], dtype=torch.int32, device=device),
+    }
+    total = case.length + (case.queries if case.new < 0 else case.new)
+    key = ((normal(rows, heads, total, case.dim) + normal(1, heads, 1, case.dim)) * case.key_size).to(case.dtype)
+    value = (normal(rows, heads, total, value_dim) * case.value_size).to(case.dtype)
+    flags = torch.zeros(heads, dtype=torch.int32, device=device)
+    for start, end in ((0, case.length // 2), (case.length // 2, case.length)):
+        tensors = [state[name] for name in STATE]
+        reference.commit(
+            key[:, :, start:end], value[:, :, start:end], *tensors, flags, None, layout.name, config.recent_window, capacity
+        )
+    if case.crop:
+        last = int(state["counters"][2]) - 1
+        state["entries"][last, 1] -= case.crop
+        state["counters"][1] = state["counters"][0] = state["entries"][last].sum()
+        total -= case.length - int(state["counters"][0])
+    query = normal(rows, heads * case.group, case.queries, case.dim).to(case.dtype)
+    length = int(state["counters"][0])
+    return config, [query, key[:, :, length:total], value[:, :, length:total]], state
+
+
+def make_mask(case: Case, total: int, device: str) -> Tensor | None:
+    if not case.mask:
+        return None
+    shape = {"row": (case.rows, 1, 1), "query": (case.rows, 1, case.queries), "shared": (1, 1, case.queries)}[case.mask]
+    random = torch.Generator(device).manual_seed(1)
+    # Wider than needed and cut, so that its strides are not those of its shape.
+    return (torch.rand((*shape, total + 5), generator=random, device=device) > 0.3)[..., : total + 1]
+
+
+def check(case: Case, device: str) -> None:
+    from tq_hf.kernels.attend import attend
+
+    config, (query, key, value), state = make(case, device)
+    layout = config.layout(case.dim, case.value_dim or case.dim, case.dtype)
+    aux_sinks = torch.linspace(-1, 2, query.shape[1], device=device) if case.aux_sinks else None
+    mask = make_mask(case, int(state["counters"][0]) + key.shape[2], device)
+    rest = [state[name] for name in STATE]
+    rest += [mask, aux_sinks, layout.name, case.dim**-0.5 / case.key_size, case.softcap, case.causal, state["page_ids"].shape[1]]
+    expected = reference.attend(query.float(), key.float(), value.float(), *rest)
+    actual = attend(query, key, value, *rest)
+    assert actual.shape == expected.shape and actual.dtype == case.dtype and actual.is_contiguous()
+    assert not actual.isnan().any()
+    size = expected.double().pow(2).mean().sqrt()
+    error = (actual.double() - expected.double()).pow(2).mean().sqrt()
+    assert error <= TOLERANCE * size, f"relative RMS error {error / size:.1e}"
+
+
+def narrow(page_size: int = 32, **options: object) -> tuple[tuple[str, object], ...]:
+    """Small pages and a short window, for short tests."""
+    return tuple({"page_size": page_size, "recent_window": 8, **options}.items())
+
+
+@interpreted
+@pytest.mark.parametrize("preset", PRESETS)
+def test_interpreted_presets(preset: str) -> None:
+    check(Case(preset, options=narrow(), group=3, length=77), "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("3bit_nc", 96, length=45, options=narrow()),
+        Case("tq3", 96, length=45, group=2, options=narrow()),
+        Case("tq2", 80, length=45, group=2, options=narrow()),
+        Case("tq4", 128, 32, length=45, options=narrow()),
+        Case("tq4", 32, 128, length=45, options=narrow(codebook="beta")),
+        Case("tq4", 32, length=77, group=7, queries=5, options=narrow()),
+        Case("k8v4", 32, length=77, options=narrow(value_bits=8)),
+        Case("4bit_nc", 32, length=77, options=narrow(value_bits=2), dtype=torch.float32),
+        Case("tq4", 32, length=77, options=narrow(value_format="raw", value_bits=16)),
+        Case("raw", 32, length=77, options=narrow(), dtype=torch.float32, queries=3, group=2),
+    ],
+    ids=str,
+)
+def test_interpreted_shapes(case: Case) -> None:
+    check(case, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=2, row_start=(0, 40), queries=2, mask="row", aux_sinks=True),
+        Case(rows=2, row_start=(50, 3), softcap=5.0, heads=2, group=2),
+        Case(rows=2, row_start=(78, 0)),  # nothing but the new token
+        Case(queries=3, mask="query", softcap=5.0),
+        Case(queries=3, rows=2, mask="shared", aux_sinks=True, new=3),
+        Case(queries=4, new=1),  # the first queries do not see the end of the history
+        Case(queries=5, new=0),
+        Case(queries=3, new=1, causal=False),
+        Case(new=0, crop=5),
+        Case(queries=2, crop=31, length=85),
+        Case(length=3),
+        Case(length=0, queries=3),
+        Case("raw", queries=40, new=2, length=60),
+        Case(value_size=1e-4),
+        Case(value_size=1e4),
+        Case(key_size=1e3),
+    ],
+    ids=str,
+)
+def test_interpreted_features(case: Case) -> None:
+    check(replace(case, dim=32, length=77 if case.length == 100 else case.length, options=narrow()), "cpu")
+
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("preset", ["tq4", "4bit_nc", "raw"])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 65, 127, 1000, 4097])
+def test_lengths(preset: str, length: int) -> None:
+    check(Case(preset, 128, length=length, group=4, rows=2, heads=2, dtype=BFLOAT16, options=(("page_size", 32),)), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "queries", "group"), [(64, 64, 1, 7), (96, 80, 2, 5), (128, 128, 1, 4), (192, 128, 1, 16), (256, 256, 1, 2)]
+)
+def test_formats_and_dims(preset: str, dim: int, value_dim: int, queries: int, group: int) -> None:
+    dtype = BFLOAT16 if dim % 128 else torch.float16
+    check(Case(preset, dim, value_dim, length=600, queries=queries, group=group, heads=2, dtype=dtype), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("group", [*range(1, 17)])
+def test_gqa(group: int) -> None:
+    check(Case("tq4", 128, length=500, group=group, heads=3, rows=2, dtype=BFLOAT16), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("preset", ["tq4", "3bit_nc", "k8v4", "raw"])
+@pytest.mark.parametrize("queries", [2, 17, 130, 1000])
+def test_chunks(preset: str, queries: int) -> None:
+    check(Case(preset, 128, length=2000, queries=queries, group=4, heads=2, rows=2, row_start=(0, 130), dtype=BFLOAT16), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("k8v4", 64, options=(("value_bits", 8),)),
+        Case("k8v4", 64, options=(("value_bits", 2),)),
+        Case("4bit_nc", 80, options=(("value_bits", 8),)),
+        Case("tq4", options=(("value_format", "min_max"), ("value_bits", 3))),
+        Case("tq3", options=(("value_format", "raw"), ("value_bits", 16))),
+        Case("raw", options=(("value_format", "lloyd_max"), ("value_bits", 4))),
+        Case("tq4", 112, options=(("codebook", "beta"),)),
+        Case("tq4", 160, dtype=FLOAT32),
+        Case("raw", 64, dtype=FLOAT32),
+        Case("raw", 80, dtype=FLOAT32, queries=40),
+        Case("raw", 256, dtype=BFLOAT16),
+        Case("tq4", 16, 48),
+    ],
+    ids=str,
+)
+def test_other_formats(case: Case) -> None:
+    check(replace(case, length=500, group=3, heads=2), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=3, row_start=(0, 130, 499), queries=2, mask="row", aux_sinks=True),
+        Case(rows=2, row_start=(501, 0), mask="row"),
+        Case(queries=1, mask="row", softcap=5.0),
+        Case(queries=7, mask="query"),
+        Case(queries=7, rows=2, mask="shared", aux_sinks=True),
+        Case(queries=7, mask="query", new=1, softcap=5.0),
+        Case(queries=20, new=0, causal=False),
+        Case(queries=200, new=3),
+        Case(new=0, crop=33),
+        Case(queries=3, crop=63),
+        Case(value_size=1e-4),
+        Case(value_size=1e4),
+        Case(key_size=1e3),
+        Case("4bit_nc", value_size=1e-4),
+        Case("4bit_nc", value_size=1e3),
+    ],
+    ids=str,
+)
+def test_features(case: Case) -> None:
+    check(replace(case, dim=64, length=500, group=2, heads=2), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_graph_replay_follows_the_counters() -> None:
+    """A captured call attends to what the counters say at replay: nothing is baked in."""
+    from tq_hf.kernels.attend import attend
+
+    case = Case("tq4", 128, length=700, group=4, heads=2, dtype=BFLOAT16)
+    config, inputs, state = make(case, "cuda")
+    layout = config.layout(128, 128, BFLOAT16)
+    rest = [None, None, layout.name, 128**-0.5, 0.0, True, state["page_ids"].shape[1]]
+    tensors = [state[name] for name in STATE]
+    attend(*inputs, *tensors, *rest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = attend(*inputs, *tensors, *rest)
+    for length in (0, 100, 300):
+        _, _, other = make(replace(case, length=length), "cuda")
+        for name in ("ring_key", "ring_value", "sink_key", "sink_value", "counters"):
+            state[name].copy_(other[name])
+        pages = int(other["counters"][2])
+        state["pool"][state["page_ids"][:, :pages].long()] = other["pool"][other["page_ids"][:, :pages].long()]
+        graph.replay()
+        expected = reference.attend(*inputs, *tensors, *rest).float()
+        assert (actual.float() - expected).norm() <= 5e-3 * expected.norm()

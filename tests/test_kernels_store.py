@@ -1,0 +1,404 @@
+"""The kernels that write pages and read them back, against the torch reference.
+
+On a GPU the whole matrix runs. Without one, Triton's interpreter runs a small one on the CPU: it must be switched on before
+Triton is imported, so that takes a process of its own, `TRITON_INTERPRET=1 pytest tests/test_kernels_store.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tq_hf import reference
+from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.kernels.commit import commit, gather
+from tq_hf.layout import PageLayout, RunOrder
+from tq_hf.reference.packing import unpack_codes, unpack_metadata
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+BATCH, HEADS = 2, 2
+
+GPU_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and compiled kernels"),
+]
+EITHER = [pytest.param("cpu", marks=interpreter), pytest.param("cuda", marks=GPU_MARKS)]
+
+
+def gpu(test):
+    for mark in GPU_MARKS:
+        test = mark(test)
+    return test
+
+
+
+@dataclass
+class State:
+    pool: Tensor
+    ring_key: Tensor
+    ring_value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    page_ids: Tensor
+    entries: Tensor
+    row_start: Tensor
+    counters: Tensor
+    flags: Tensor
+
+    def to(self, device: str) -> State:
+        return State(**{name: tensor.to(device, copy=True) for name, tensor in vars(self).items()})
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        return tuple(vars(self).values())[:-1]
+
+
+@dataclass(frozen=True)
+class Case:
+    config: TurboQuantConfig
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> PageLayout:
+        return self.config.layout(self.key_dim, self.value_dim, self.dtype)
+
+    def __str__(self) -> str:
+        name = self.layout.name.replace(",", "-")
+        return f"{name}-w{self.config.recent_window}s{self.config.sink_tokens}-{str(self.dtype)[6:]}"
+
+
+def preset(name: str, key_dim: int, dtype: torch.dtype, value_dim: int | None = None, **overrides: object) -> Case:
+    return Case(TurboQuantConfig.from_preset(name, **overrides), key_dim, value_dim or key_dim, dtype)
+
+
+def own(key: str, key_bits: int, value: str, value_bits: int, dims: tuple[int, int], dtype: torch.dtype, **rest: object):
+    return Case(TurboQuantConfig(key, key_bits, value, value_bits, **rest), *dims, dtype)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INTERPRETER_CASES = [preset(name, 64, BF16) for name in PRESETS] + [
+    preset("tq4", 96, FP32),
+    preset("4bit_nc", 128, FP16),
+    preset("tq3", 80, BF16, 40, page_size=32, recent_window=7),
+    preset("raw", 32, FP32),
+    own("fp8", 8, "min_max", 8, (64, 80), FP32, page_size=128, sink_tokens=3),
+]
+# Every format, width and dtype, every kind of dimension, all page sizes; each case compiles its own kernels.
+GPU_CASES = [
+    preset("tq4", 128, BF16),
+    preset("tq4", 256, FP32, page_size=32),
+    preset("tq4", 192, BF16, 128),
+    preset("tq4", 16, BF16, codebook="beta"),
+    preset("tq3", 64, BF16, page_size=32),
+    preset("tq3", 160, FP16),
+    preset("tq3v2", 96, FP16, page_size=256, recent_window=0),
+    preset("tq2", 80, BF16, page_size=128),
+    preset("tq2", 224, FP16, center_keys=False),
+    preset("4bit_nc", 128, BF16),
+    preset("4bit_nc", 80, FP16, recent_window=40, sink_tokens=4),
+    preset("k3v4_nc", 256, FP16, page_size=32),
+    preset("3bit_nc", 192, BF16, page_size=256),
+    preset("k8v4", 128, BF16),
+    preset("k8v4", 64, FP32),
+    preset("k8v4", 80, FP16, page_size=128),
+    preset("raw", 128, BF16),
+    preset("raw", 96, FP32, page_size=32),
+    preset("raw", 80, FP16, page_size=256, recent_window=3),
+    own("lloyd_max", 4, "min_max", 8, (64, 128), FP16),
+    own("lloyd_max", 2, "min_max", 2, (192, 192), BF16, page_size=32),
+    own("lloyd_max", 3, "min_max", 3, (80, 80), FP32, sink_tokens=2),
+    own("fp8", 8, "lloyd_max", 3, (64, 96), BF16, codebook="int8_grid"),
+    own("lloyd_max", 4, "raw", 16, (96, 64), BF16, center_keys=True),
+    own("raw", 16, "min_max", 4, (256, 256), BF16),
+]
+
+
+def fresh_state(case: Case, tokens: int, row_start: list[int], generator: torch.Generator) -> State:
+    """An empty layer on the CPU with room for `tokens`: garbage wherever nothing is written, and shuffled pages."""
+    layout, config = case.layout, case.config
+    capacity = tokens // layout.page_size + 1
+    starts = config.sink_tokens + layout.page_size * torch.arange(capacity, dtype=torch.int32)
+    page_ids = torch.randperm(BATCH * capacity, generator=generator).int().view(BATCH, capacity) + 1
+    first = torch.tensor(row_start, dtype=torch.int32)
+    page_ids[starts + layout.page_size <= first[:, None] + config.sink_tokens] = -1
+    garbage = torch.randint(-(2**31), 2**31 - 1, (BATCH * capacity + 2, HEADS, layout.page_words), generator=generator)
+
+    def unwritten(slots: int, dim: int) -> Tensor:
+        return torch.full((BATCH, HEADS, slots, dim), float("nan"), dtype=case.dtype)
+
+    slots = config.recent_window + layout.page_size
+    return State(
+        pool=garbage.int(),
+        ring_key=unwritten(slots, case.key_dim),
+        ring_value=unwritten(slots, case.value_dim),
+        sink_key=unwritten(config.sink_tokens, case.key_dim),
+        sink_value=unwritten(config.sink_tokens, case.value_dim),
+        page_ids=page_ids,
+        entries=torch.stack([starts, torch.full_like(starts, layout.page_size)], 1),
+        row_start=first,
+        counters=torch.tensor([0, config.sink_tokens, 0], dtype=torch.int32),
+        flags=torch.zeros(HEADS, dtype=torch.int32),
+    )
+
+
+def random_tokens(case: Case, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys with an offset per channel and values of many sizes, [B, H, tokens, dim], strided as a model's are."""
+    key = torch.randn(BATCH, tokens, HEADS, case.key_dim, generator=generator)
+    key += 2 * torch.randn(HEADS, case.key_dim, generator=generator)
+    value = torch.randn(BATCH, tokens, HEADS, case.value_dim, generator=generator)
+    value *= torch.exp(torch.randn(BATCH, tokens, HEADS, 1, generator=generator))
+    return key.to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
+
+
+def commit_chunks(
+    op, state: State, case: Case, key: Tensor, value: Tensor, chunks: tuple[int, ...], keep: Tensor | None
+) -> None:
+    start = 0
+    for n in chunks:
+        op(
+            key[:, :, start : start + n],
+            value[:, :, start : start + n],
+            *vars(state).values(),
+            keep,
+            case.layout.name,
+            case.config.recent_window,
+            n // case.layout.page_size + 1,
+        )
+        start += n
+
+
+def stored(words: Tensor, layout: PageLayout) -> dict[str, Tensor]:
+    """What pages `[..., page_words]` hold: header, codes `[..., groups, 32, dim]` and fields `[..., groups, 32]`."""
+    groups = words[..., layout.header_words :].unflatten(-1, (layout.groups, layout.group_words))
+    key, value, metadata = groups.split((layout.key_words, layout.value_words, layout.metadata_words), -1)
+    parts = {
+        "key": unpack_codes(key, layout.key_bits, RunOrder.KEYS, layout.rotates_keys),
+        "value": unpack_codes(value, layout.value_bits, layout.value_order, layout.rotates_values),
+        "mean": words[..., : layout.header_words].contiguous().view(torch.float16).float(),
+    }
+    if layout.metadata:
+        fields = unpack_metadata(metadata, len(layout.metadata))
+        parts |= {name: field.float() for name, field in zip(layout.metadata, fields, strict=True)}
+    return parts
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """For `relative_rms` of decoded vectors. Triton's interpreter cuts fp32 to bf16 instead of rounding it."""
+    return 6e-3 if INTERPRETED and dtype is BF16 else 2e-3
+
+
+def relative_rms(got: Tensor, expected: Tensor) -> float:
+    assert not got.isnan().any()
+    error, scale = (got.double() - expected.double()).square().mean().sqrt(), expected.double().square().mean().sqrt()
+    return (error / scale.clamp_min(1e-30)).item()
+
+
+def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
+    """Everything exact, except codes next to a boundary and the last bit of fp16 scales and means."""
+    for name in ("ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters", "flags"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True, msg=name)
+    used = expected.page_ids[:, : int(expected.counters[2])]
+    used = used[used >= 0].long()
+    others = torch.ones(len(expected.pool), dtype=torch.bool)
+    others[used] = False
+    assert torch.equal(got.pool[others], expected.pool[others]), "a page that is not due was written"
+    if not len(used):
+        return
+    got_parts, expected_parts = stored(got.pool[used], layout), stored(expected.pool[used], layout)
+    torch.testing.assert_close(got_parts["mean"], expected_parts["mean"], rtol=1e-3, atol=1e-6)
+    for side, fmt in (("key", layout.key_format), ("value", layout.value_format)):
+        difference = (got_parts[side].int() - expected_parts[side].int()).abs()
+        if fmt in ("raw", "fp8"):
+            assert difference.max() == 0, f"{side} codes differ by up to {difference.max()}"
+            continue
+        scale, expected_scale = got_parts[f"{side}_scale"], expected_parts[f"{side}_scale"]
+        difference[expected_scale == 0] = 0  # codes of a zero vector mean nothing
+        share = (difference != 0).float().mean().item()
+        # A small sample may have one or two ties more than its share.
+        assert difference.max() <= 1 and share <= max(1e-3, 2 / difference.numel()), f"{side} codes differ: {share:.2e}"
+        same = (difference == 0).all(-1)
+        torch.testing.assert_close(scale[same], expected_scale[same], rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(scale, expected_scale, rtol=3e-2, atol=1e-7)
+    if "value_min" in got_parts:
+        assert torch.equal(got_parts["value_min"], expected_parts["value_min"])
+
+
+def check(case: Case, device: str, chunks: tuple[int, ...], row_start: list[int], masked: bool = False) -> None:
+    """Commits chunks with the kernels and with the reference; compares all state, then what gathering gives."""
+    generator = torch.Generator().manual_seed(sum(chunks))
+    tokens = sum(chunks)
+    expected = fresh_state(case, tokens, row_start, generator)
+    got = expected.to(device)
+    key, value = random_tokens(case, tokens, generator)
+    keep = torch.rand(BATCH, tokens + 5, generator=generator) < 0.8 if masked else None
+    commit_chunks(reference.commit, expected, case, key, value, chunks, keep)
+    on_device = [t if t is None else t.to(device) for t in (key, value, keep)]
+    commit_chunks(commit, got, case, on_device[0], on_device[1], chunks, on_device[2])
+    assert_same_state(got.to("cpu"), expected, case.layout)
+    length = tokens + 3
+    dense = gather(*got.read, case.layout.name, length)
+    for side, expected_side in zip(dense, reference.gather(*got.to("cpu").read, case.layout.name, length), strict=True):
+        assert side.dtype == case.dtype and side.is_contiguous()
+        assert relative_rms(side.cpu(), expected_side) <= tolerance(case.dtype)
+
+
+@interpreter
+@pytest.mark.parametrize("case", INTERPRETER_CASES, ids=str)
+def test_interpreted(case: Case) -> None:
+    check(case, "cpu", (case.layout.page_size + case.config.recent_window + 21, 1, 47), [0, 5])
+
+
+@interpreter
+@pytest.mark.parametrize("masked", [False, True])
+def test_interpreted_padding(masked: bool) -> None:
+    check(preset("tq4", 32, BF16, page_size=32, recent_window=5), "cpu", (3, 1, 90, 30), [70, 0], masked)
+
+
+@gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_matches_reference(case: Case) -> None:
+    for chunks in ((1,), (31,), (32, 1), (33, 63), (65, 1, 1), (127, 1, 200), (1000,)):
+        check(case, "cuda", chunks, [0, min(9, sum(chunks))])
+
+
+@gpu
+def test_long_chunks_padding_and_holes() -> None:
+    for case in (GPU_CASES[0], GPU_CASES[9]):  # one with window, sinks and mean; one with none
+        check(case, "cuda", (4097, 1, 1000), [0, 0])
+        check(case, "cuda", (300, 1, 1, 77), [200, 3])
+        check(case, "cuda", (300, 1, 1, 77), [0, 131], masked=True)
+
+
+SMALL = preset("tq4", 64, BF16, page_size=32, recent_window=0, sink_tokens=0)
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_bad_vectors_are_zero_and_flagged(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = fresh_state(SMALL, 64, [0, 0], generator)
+    key, value = random_tokens(SMALL, 64, generator)
+    key[0, 0, 5, 3], key[1, 0, 40] = float("inf"), float("nan")
+    value[1, 1, 7, 0] = float("-inf")
+    value[0, 1, 50] *= 1e6
+    got = expected.to(device)
+    commit_chunks(reference.commit, expected, SMALL, key, value, (64,), None)
+    commit_chunks(commit, got, SMALL, key.to(device), value.to(device), (64,), None)
+    assert got.flags.tolist() == [1, 2 | 4]
+    assert_same_state(got.to("cpu"), expected, SMALL.layout)
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize("name", ["k8v4", "4bit_nc", "tq4"])
+def test_extreme_magnitudes_stay_with_their_vectors(name: str, device: str) -> None:
+    """Huge, tiny, constant, one-hot and subnormal vectors: finite when read, and the others as without them."""
+    case = preset(name, 64, BF16, page_size=32, recent_window=0, sink_tokens=0, center_keys=False)
+    generator = torch.Generator().manual_seed(0)
+    key, value = random_tokens(case, 32, generator)
+    plain = fresh_state(case, 32, [0, 0], generator).to(device)
+    extreme = plain.to(device)
+    commit_chunks(commit, plain, case, key.to(device), value.to(device), (32,), None)
+    for tensor in (key, value):
+        tensor[:, :, 3], tensor[:, :, 7], tensor[:, :, 8] = 3e38, 1e-39, 1.0
+        tensor[:, :, 12] *= 1e-30
+        tensor[:, :, 20] = torch.nn.functional.one_hot(torch.tensor(9), 64)
+    commit_chunks(commit, extreme, case, key.to(device), value.to(device), (32,), None)
+    others = [i for i in range(32) if i not in (3, 7, 8, 12, 20)]
+    for got, expected in zip(gather(*extreme.read, case.layout.name, 32), gather(*plain.read, case.layout.name, 32)):
+        assert got.isfinite().all()
+        assert torch.equal(got[:, :, others], expected[:, :, others])
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_any_strides(device: str) -> None:
+    """Keys and values as slices of a fused projection, keep-masks as slices of a longer one, uint8."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = random_tokens(SMALL, 70, generator)
+    keep = (torch.rand(BATCH, 200, generator=generator) < 0.8).to(torch.uint8)
+    plain = fresh_state(SMALL, 70, [0, 0], generator).to(device)
+    sliced = plain.to(device)
+    commit_chunks(commit, plain, SMALL, key.contiguous().to(device), value.to(device), (70,), keep[:, :70].bool().to(device))
+    fused = torch.cat([key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)], -1).to(device)
+    key, value = (part.unflatten(-1, (HEADS, 64)).transpose(1, 2) for part in fused.chunk(2, -1))
+    commit_chunks(commit, sliced, SMALL, key, value, (70,), keep.to(device)[:, :70])
+    assert torch.equal(plain.pool, sliced.pool)
+    torch.testing.assert_close(plain.ring_key, sliced.ring_key, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_gather_part_of_the_history_and_short_pages(device: str) -> None:
+    """Reading less than was committed, and entries shortened by a crop: positions that nothing holds are zero."""
+    generator = torch.Generator().manual_seed(0)
+    case = preset("tq4", 64, BF16, page_size=32, recent_window=3, sink_tokens=2)
+    state = fresh_state(case, 120, [0, 4], generator)
+    key, value = random_tokens(case, 120, generator)
+    commit_chunks(reference.commit, state, case, key, value, (120,), None)
+    state.entries[1, 1] = 11
+    for length in (0, 1, 40, 100, 119):
+        expected = reference.gather(*state.read, case.layout.name, length)
+        for got, side in zip(gather(*state.to(device).read, case.layout.name, length), expected, strict=True):
+            assert got.shape == side.shape
+            assert length == 0 or relative_rms(got.cpu(), side) <= tolerance(case.dtype)
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_no_tokens_change_nothing(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = fresh_state(SMALL, 40, [0, 0], generator).to(device)
+    after = before.to(device)
+    key, value = random_tokens(SMALL, 0, generator)
+    commit_chunks(commit, after, SMALL, key.to(device), value.to(device), (0,), None)
+    assert torch.equal(before.pool, after.pool) and torch.equal(before.counters, after.counters)
+
+
+@gpu
+def test_captured_graph_replays_every_step() -> None:
+    case = preset("tq4", 64, BF16, page_size=32, recent_window=5)
+    generator = torch.Generator().manual_seed(0)
+    steps = 150
+    expected = fresh_state(case, steps + 3, [0, 9], generator)
+    key, value = (t.cuda() for t in random_tokens(case, steps + 3, generator))
+    state = expected.to("cuda")
+    new_key, new_value = key[:, :, :1].clone(), value[:, :, :1].clone()
+    args = (new_key, new_value, *vars(state).values(), None, case.layout.name, case.config.recent_window, 1)
+    commit(*args)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        commit(*args)
+    for i in range(1, steps):
+        new_key.copy_(key[:, :, i : i + 1])
+        new_value.copy_(value[:, :, i : i + 1])
+        graph.replay()
+    commit_chunks(reference.commit, expected, case, key.cpu(), value.cpu(), (steps,), None)
+    # The rings hold the same recent tokens; older slots differ, because one call writes only what stays.
+    recent = torch.arange(int(expected.counters[1]), steps) % expected.ring_key.shape[2]
+    got = state.to("cpu")
+    assert torch.equal(got.counters, expected.counters)
+    assert torch.equal(got.ring_key[:, :, recent], expected.ring_key[:, :, recent])
+    for name in ("ring_key", "ring_value"):
+        setattr(got, name, getattr(expected, name))
+    assert_same_state(got, expected, case.layout)
+
+
+@gpu
+def test_lengths_do_not_recompile() -> None:
+    from tq_hf.kernels.append import append_tokens
+    from tq_hf.kernels.store import pack_pages
+
+    def variants() -> int:
+        return sum(len(caches[0]) for kernel in (append_tokens, pack_pages) for caches in kernel.device_caches.values())
+
+    case = GPU_CASES[0]
+    check(case, "cuda", (1, 2, 63), [0, 0])
+    check(case, "cuda", (200,), [0, 0])
+    before = variants()
+    check(case, "cuda", (16, 1, 1, 99, 32, 300), [0, 3])
+    assert variants() == before

@@ -1,0 +1,74 @@
+"""The README says what the code does: its Python runs, its table is the layout's, its files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tq_hf
+from tq_hf import PRESETS
+from tq_hf.config import DEFAULT_PRESET
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
+
+
+def table() -> dict[str, list[str]]:
+    """The preset table: name -> the other cells."""
+    rows = re.findall(r"^\| `(\w+)`( \(default\))? \|(.*)\|$", README, flags=re.M)
+    assert [name for name, default, _ in rows if default] == [DEFAULT_PRESET]
+    return {name: [cell.strip() for cell in cells.split("|")] for name, _, cells in rows}
+
+
+@pytest.mark.network
+def test_the_python_example_runs(embedded_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("python")
+    assert MODEL_ID in example
+    names: dict[str, Any] = {}
+    exec(example.replace(MODEL_ID, str(embedded_folder)), names)
+    assert names["cache"].report().packed_tokens > 0
+    assert len(names["output"][0]) == names["inputs"]["input_ids"].shape[1] + 20
+    assert "| all |" in capsys.readouterr().out
+
+
+def test_the_preset_table_is_the_layouts() -> None:
+    rows = table()
+    assert list(rows) == list(PRESETS)
+    for name, (keys, values, exact, size, ratio) in rows.items():
+        config = PRESETS[name]
+        layout = config.layout(128, 128, torch.bfloat16)
+        assert float(size) == layout.bytes_per_token
+        assert ratio == f"{512 / layout.bytes_per_token:.2f}"
+        widths = {"fp8": "fp8", "raw": "the model's dtype"}
+        assert keys.startswith(widths.get(config.key_format, f"{config.key_bits} bits"))
+        assert values.startswith(widths.get(config.value_format, f"{config.value_bits} bits"))
+        assert ("centred" in keys) == config.center_keys
+        assert ("min/max" in values) == (config.value_format == "min_max")
+        assert ("rotated" in values) == (config.value_format == "lloyd_max")
+        window = f"newest {config.recent_window}, first {config.sink_tokens} tokens"
+        boundary = f"first and last {config.boundary_layers} layers"
+        assert exact == (boundary if config.boundary_layers else window)
+
+
+def test_the_commands_exist_and_are_executable() -> None:
+    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", ".ci/run"):
+        assert (ROOT / name).stat().st_mode & 0o111, name
+
+
+def test_the_documented_names_exist() -> None:
+    for name in ("TurboQuantCache", "TurboQuantConfig", "PRESETS"):
+        assert hasattr(tq_hf, name) and name in tq_hf.__all__
+
+
+def test_the_version_is_the_packages() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{tq_hf.__version__}"' in project
