@@ -126,7 +126,9 @@ def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Te
     return layout.name, state, (key[:, :, :1], value[:, :, :1])
 
 
-def error_of(out: Tensor, query: Tensor, new: tuple[Tensor, Tensor], state: dict[str, Tensor], rest: list[Any]) -> float:
+def error_of(
+    out: Tensor, query: Tensor, new: tuple[Tensor, Tensor], state: dict[str, Tensor], rest: list[Any]
+) -> float:
     """Relative RMS error of the last row's last KV head against the reference."""
     one = {name: x[-1:, -1:] for name, x in state.items() if name.startswith(("ring", "sink"))}
     one |= {"pool": state["pool"][:, -1:], "page_ids": state["page_ids"][-1:], "row_start": state["row_start"][-1:]}
@@ -159,7 +161,15 @@ def measure(preset: str, rows: int, length: int) -> dict[str, Any]:
     total = microseconds(calls)
     with mock.patch.object(attend_module, "attend_exact", _Skipped()):
         packed = microseconds(calls)
-    return {"preset": preset, "rows": rows, "length": length, "attend": total, "packed": packed, "bytes": size, "error": error}
+    return {
+        "preset": preset,
+        "rows": rows,
+        "length": length,
+        "attend": total,
+        "packed": packed,
+        "bytes": size,
+        "error": error,
+    }
 
 
 def main() -> None:

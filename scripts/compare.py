@@ -28,6 +28,7 @@ from tq_hf import TurboQuantCache, TurboQuantConfig, embedded_model
 from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
 from tq_hf.config import DEFAULT_PRESET
 
+COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
 DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -77,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="the prompt itself")
     prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: scripts/prompt.txt)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file as well")
     args = parser.parse_args(argv)
@@ -181,7 +182,9 @@ def compare(loaded: Loaded, ids: torch.Tensor, preset: str, max_new_tokens: int)
     dynamic, packed = runs
     text = torch.cat([ids[0], dynamic.tokens.to(ids.device)])[None]
     with tqdm(total=text.shape[1], desc="Comparing logits", unit="token") as bar:
-        agreement = logit_agreement(model, text, *new_caches(model, preset), progress=bar.update)
+        agreement = logit_agreement(
+            model, text, *new_caches(model, preset), positions=COMPARED_POSITIONS, progress=bar.update
+        )
     layer = packed_cache.packed_layers[len(packed_cache.packed_layers) // 2]  # boundary layers stand at the ends
     held = layer.report(0)
     return Comparison(

@@ -6,15 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lanes import block_dim
-
-
-@triton.jit
-def copy_vectors(p_from, p_to, live, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    d = tl.arange(0, BLOCK)
-    mask = live[:, None] & (d < DIM)[None, :]
-    x = tl.load(p_from[:, None] + d[None, :], mask=mask)  # [ROWS, BLOCK]
-    tl.store(p_to[:, None] + d[None, :], x, mask=mask)
+from .lanes import block_dim, row_pointers
 
 
 @triton.jit(do_not_specialize=["n", "tail", "window", "sinks"])
@@ -39,12 +31,16 @@ def append_tokens(
     head = (i_b * tl.num_programs(1) + i_h).to(tl.int64)
     ring = head * (window + PAGE) + position % (window + PAGE)
     sink = head * sinks + slot
-    p_from = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + index * stride_kt)
-    p_to = tl.where(to_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM)
-    copy_vectors(p_from, p_to, live, KEY_DIM, KEY_BLOCK)
-    p_from = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + index * stride_vt)
-    p_to = tl.where(to_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM)
-    copy_vectors(p_from, p_to, live, VALUE_DIM, VALUE_BLOCK)
+    d = tl.arange(0, KEY_BLOCK)
+    mask = live[:, None] & (d < KEY_DIM)[None, :]
+    p_new = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + index * stride_kt)
+    b_key = tl.load(p_new[:, None] + d[None, :], mask=mask)  # [ROWS, KEY_BLOCK]
+    tl.store(row_pointers(to_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM, d), b_key, mask=mask)
+    d = tl.arange(0, VALUE_BLOCK)
+    mask = live[:, None] & (d < VALUE_DIM)[None, :]
+    p_new = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + index * stride_vt)
+    b_value = tl.load(p_new[:, None] + d[None, :], mask=mask)  # [ROWS, VALUE_BLOCK]
+    tl.store(row_pointers(to_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM, d), b_value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "window"])

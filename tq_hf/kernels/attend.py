@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .packed import WEIGHT, attend_packed
 
-# Programs of the packed kernel that a multiprocessor holds at once, by columns: the splits fill one wave. What limits them
-# is registers: 125 to 170 for 8 columns and dimensions up to 192, at most 215 for 256, up to 245 for 16 columns.
+# Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
+# and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
 PROGRAMS_PER_SM_WIDE = 9
+BUFFER_BYTES = 1 << 14  # groups larger than this are buffered once, not twice
 MIN_GROUPS = 3  # groups a split should have, to be worth its partial result
 WORKSPACE = 1 << 26  # bytes that partial results may take, before a chunk of queries goes in pieces
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -134,8 +136,10 @@ def _attend(
     block = _columns(columns, page)
     splits = _packed_splits(rows, columns, page, max_entries, device) if packed else 0
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
-    blocks = triton.cdiv(sinks + slots + new, tokens)
-    exact_splits = max(1, min(4 * _multiprocessors(device) // (rows * triton.cdiv(columns, exact_block)), blocks))
+    blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots, tokens) + triton.cdiv(new, tokens)
+    exact_splits = max(
+        1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
+    )
     sizes = (splits * page.value_dim_padded, splits * 2, exact_splits * page.value_dim, exact_splits * 2, 1)
     floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
@@ -168,15 +172,16 @@ def _attend(
             None if softcap is None else softcap * 1.4426950408889634,
             L=page_spec(page), COLUMNS=block,
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
-            PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=3, num_warps=1,
+            PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
     combine_rows = 1 if columns <= 16 else 16
+    value_block = triton.next_power_of_2(page.value_dim_padded)
     combine[(triton.cdiv(columns, combine_rows), rows)](
         p_output if packed else None, p_stats, p_exact, p_exact_stats,
         _signs(page.value_dim_padded, device) if packed and page.rotates_values else None,
         aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1), WEIGHT.value,
-        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=triton.next_power_of_2(page.value_dim_padded), ROWS=combine_rows,
-        SPLITS=64 // combine_rows, STEP=min(128, triton.next_power_of_2(page.value_dim_padded)), num_warps=8,
+        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=combine_rows,
+        SPLITS=64 // combine_rows, STEP=min(128, value_block), num_warps=8,
     )  # fmt: skip
 
 
@@ -196,9 +201,23 @@ def _packed_splits(rows: int, columns: int, page: PageLayout, max_entries: int, 
     """Splits of each row's pages: one wave of programs, but none with too little to do."""
     block = _columns(columns, page)
     wide = page.key_dim_padded + page.value_dim_padded > 384
-    programs = PROGRAMS_PER_SM_WIDE if wide else PROGRAMS_PER_SM[block]
-    wave = programs * _multiprocessors(device) // (rows * triton.cdiv(columns, block))
+    shared_memory = _buffers(page) * _buffer_bytes(page) + 1024
+    programs = min(
+        PROGRAMS_PER_SM_WIDE if wide else PROGRAMS_PER_SM[block],
+        _properties(device).shared_memory_per_multiprocessor // shared_memory,
+    )
+    wave = programs * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, block))
     return max(1, min(wave, max_entries * page.groups // MIN_GROUPS))
+
+
+def _buffer_bytes(page: PageLayout) -> int:
+    """Shared memory for a group, the page mean and the metadata being spread over all lanes."""
+    spread = (page.key_dim_padded // 32 if page.center_keys else 0) + (len(page.metadata) + 1) // 2
+    return 4 * (page.key_words + page.value_words + 128 * spread)
+
+
+def _buffers(page: PageLayout) -> int:
+    return 2 if _buffer_bytes(page) <= BUFFER_BYTES else 1
 
 
 def _exact_tile(columns: int, page: PageLayout, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -224,6 +243,7 @@ def _signs(dim_padded: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=None)
-def _multiprocessors(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return properties.multi_processor_count if properties else 4  # Triton's interpreter
+def _properties(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device)
+    return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=1 << 17)  # Triton's interpreter

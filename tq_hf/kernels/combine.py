@@ -34,7 +34,7 @@ def split_maximum(p_stats, i_bh, splits, columns, column, ROWS: tl.constexpr, SP
 @triton.jit
 def merge(p_output, p_stats, i_bh, splits, columns, column, highest, d, DIM: tl.constexpr, ROWS: tl.constexpr,
           SPLITS: tl.constexpr):  # fmt: skip
-    """The splits' sums relative to the maximum `highest`: of the values in dimensions d, [ROWS, N], and of the weights, [ROWS]."""
+    """The splits' sums relative to the maximum `highest`: values in dimensions d, [ROWS, N], and weights, [ROWS]."""
     acc = tl.zeros([ROWS, d.shape[0]], tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     for first in range(0, splits, SPLITS):
@@ -77,7 +77,7 @@ def combine(
     Args:
         p_packed, p_packed_stats: of `packed.attend_packed`, or None.
         p_exact, p_exact_stats: of `exact.attend_exact`.
-        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension (column); None if not rotated.
+        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, or None.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
         weight_shift: the power of two by which packed weights are scaled.
@@ -103,7 +103,9 @@ def combine(
         rotated *= PADDED**-0.5
     for first in range(0, DIM, STEP):
         d = first + tl.arange(0, STEP)
-        out, denominator = merge(p_exact, p_exact_stats, i_bh, exact_splits, columns, column, highest, d, DIM, ROWS, SPLITS)
+        out, denominator = merge(
+            p_exact, p_exact_stats, i_bh, exact_splits, columns, column, highest, d, DIM, ROWS, SPLITS
+        )
         denominator += others
         if p_packed is not None:
             if p_signs is not None:

@@ -156,9 +156,7 @@ def pin(tile):
     if INTERPRET or tile.dtype.primitive_bitwidth != 16:
         return tile
     else:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
-        )
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
 
 
 @triton.jit
@@ -201,8 +199,8 @@ def load_metadata(p_metadata, live, FIELDS: tl.constexpr):
     """The metadata fields of a group's tokens, zeros unless `live`.
 
     Returns:
-        A list of fp32 [4 (r), 8 (g), 4 (t)] in the order of `PageLayout.metadata`, the same for every t: each lane loads what
-        its rows of an mma tile need.
+        A list of fp32 [4 (r), 8 (g), 4 (t)] in the order of `PageLayout.metadata`, the same for every t: each lane loads
+        what its rows of an mma tile need.
     """
     g = tl.arange(0, 32)[:, None] // 4
     fields = []

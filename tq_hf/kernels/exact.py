@@ -1,7 +1,7 @@
 """Attention over the exact tokens, and the preparation of the queries for the packed ones, in one launch.
 
-The exact tokens are numbered sinks first, then the ring's slots, then the new tokens; blocks of them go round-robin to the
-splits. One more split prepares the queries (`query.py`).
+Blocks of exact tokens go round-robin to the splits: blocks of sinks first, then of the ring's slots, then of new tokens. One
+more split prepares the queries (`query.py`).
 """
 
 from __future__ import annotations
@@ -14,28 +14,19 @@ from .query import LOG2_E, prepare_query
 
 
 @triton.jit
-def exact_tokens(index, length, packed_end, row_start, sinks, slots, new):
-    """Positions of exact tokens and which of them exist. Sinks and ring hold committed tokens, padding counts as nothing."""
-    ring = index - sinks
-    fresh = ring - slots
-    in_ring = packed_end + (ring + slots - packed_end % slots) % slots
-    position = tl.where(index < sinks, row_start + index, tl.where(fresh < 0, in_ring, length + fresh))
-    first = row_start + tl.where((index >= sinks) & (fresh < 0), sinks, 0)
-    return position, (position >= first) & ((position < length) | (fresh >= 0)) & (fresh < new)
-
-
-@triton.jit
-def token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink, p_ring, p_new, stride_b, stride_h, stride_t,
+def token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink, p_ring, p_new, stride_b, stride_h, stride_t,
                DIM: tl.constexpr):  # fmt: skip
-    """Pointers to the vectors of exact tokens."""
-    ring = index - sinks
-    i_bh = i_bh.to(tl.int64)
-    p_fresh = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h) + (ring - slots).to(tl.int64) * stride_t
-    p_slot = p_ring + (i_bh * slots + ring) * DIM
-    return tl.where(index < sinks, p_sink + (i_bh * sinks + index) * DIM, tl.where(ring < slots, p_slot, p_fresh))
+    """Pointers to the vectors of a block of exact tokens.
+
+    The block's kind chooses a base pointer and a stride: Triton 3.9 takes the vectors behind a choice of pointers for each
+    token as not aligned.
+    """
+    p_own = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h)
+    p_kept = tl.where(in_sinks, p_sink + i_bh.to(tl.int64) * sinks * DIM, p_ring + i_bh.to(tl.int64) * slots * DIM)
+    return tl.where(is_new, p_own, p_kept) + index.to(tl.int64) * tl.where(is_new, stride_t, DIM)
 
 
-# Strides are specialized, or 16-byte loads would be impossible: a head's vectors being aligned does not change between calls.
+# Strides are specialized for 16-byte loads: whether a model's vectors are aligned does not change from call to call.
 @triton.jit(
     do_not_specialize=[
         "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "mask_b", "mask_q", "mask_k",
@@ -73,27 +64,38 @@ def attend_exact(
         if p_rotated is not None:
             row = i_bh.to(tl.int64) * columns + column
             p_plain_rows = None if p_plain is None else p_plain + row * KEY_PADDED
-            prepare_query(query, inside, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling, softcap,
-                          KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
+            prepare_query(query, inside, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling,
+                          softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
     else:
         length = tl.load(p_counters)
         packed_end = tl.load(p_counters + 1)
         row_start = tl.load(p_row_start + i_b)
-        end = sinks + slots + new
+        seen = new
         if CAUSAL:
             last_query = tl.minimum(first_column + ROWS, columns) - 1
-            end = tl.minimum(end, sinks + slots + tl.maximum(query_offset + last_query // group + 1, 0))
+            seen = tl.minimum(new, tl.maximum(query_offset + last_query // group + 1, 0))
+        sink_blocks = tl.cdiv(sinks, TOKENS)
+        kept_blocks = sink_blocks + tl.cdiv(slots, TOKENS)
         e = tl.arange(0, VALUE_BLOCK)
         acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
         maximum = tl.full([ROWS], NOTHING, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        for start in tl.range(i_s * TOKENS, end, splits * TOKENS, num_stages=STAGES):
-            index = start + tl.arange(0, TOKENS)
-            position, exists = exact_tokens(index, length, packed_end, row_start, sinks, slots, new)
-            p_keys = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_key, p_ring_key, p_key,
+        for block in tl.range(i_s, kept_blocks + tl.cdiv(seen, TOKENS), splits, num_stages=STAGES):
+            in_sinks = block < sink_blocks
+            is_new = block >= kept_blocks
+            first = tl.where(in_sinks, 0, tl.where(is_new, kept_blocks, sink_blocks))
+            index = (block - first) * TOKENS + tl.arange(0, TOKENS)
+            slot_position = packed_end + (index + slots - packed_end % slots) % slots
+            position = tl.where(in_sinks, row_start + index, tl.where(is_new, length + index, slot_position))
+            # What is kept are committed tokens, the ring's without the sinks; padding is nowhere a token.
+            first_position = row_start + tl.where(in_sinks | is_new, 0, sinks)
+            end = tl.where(is_new, length + seen, length)
+            exists = index < tl.where(in_sinks, sinks, tl.where(is_new, seen, slots))
+            exists = exists & (position >= first_position) & (position < end)
+            p_keys = token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink_key, p_ring_key, p_key,
                                 stride_kb, stride_kh, stride_kt, KEY_DIM)  # fmt: skip
             key = tl.load(p_keys[:, None] + d[None, :], mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
-            p_values = token_rows(index, i_bh, i_b, i_h, sinks, slots, p_sink_value, p_ring_value, p_value,
+            p_values = token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink_value, p_ring_value, p_value,
                                   stride_vb, stride_vh, stride_vt, VALUE_DIM)  # fmt: skip
             value = tl.load(p_values[:, None] + e[None, :], mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
             scores = tl.dot(query, key.trans(1, 0), input_precision="tf32x3") * scaling  # [ROWS, TOKENS]

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import PageLayout
-from .append import copy_vectors
 from .lanes import (
     block_dim,
     chunk_dims,
@@ -16,6 +15,7 @@ from .lanes import (
     constants,
     lane_word_offset,
     metadata_offset,
+    row_pointers,
     sign_shift,
     signs,
     warps,
@@ -183,10 +183,14 @@ def copy_exact(
     ring = head * slots + position % slots
     sink = head * sinks + slot
     out = head * out_length + position
-    p_from = tl.where(in_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM)
-    copy_vectors(p_from, p_out_key + out * KEY_DIM, live, KEY_DIM, KEY_BLOCK)
-    p_from = tl.where(in_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM)
-    copy_vectors(p_from, p_out_value + out * VALUE_DIM, live, VALUE_DIM, VALUE_BLOCK)
+    d = tl.arange(0, KEY_BLOCK)
+    mask = live[:, None] & (d < KEY_DIM)[None, :]
+    p_exact = row_pointers(in_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM, d)
+    tl.store(p_out_key + (out * KEY_DIM)[:, None] + d[None, :], tl.load(p_exact, mask=mask), mask=mask)
+    d = tl.arange(0, VALUE_BLOCK)
+    mask = live[:, None] & (d < VALUE_DIM)[None, :]
+    p_exact = row_pointers(in_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM, d)
+    tl.store(p_out_value + (out * VALUE_DIM)[:, None] + d[None, :], tl.load(p_exact, mask=mask), mask=mask)
 
 
 def launch_unpack_pages(

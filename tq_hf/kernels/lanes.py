@@ -23,6 +23,15 @@ CHUNK = 32
 
 
 @triton.jit
+def row_pointers(first, p_first, p_second, columns):
+    """Pointers [rows, columns] to rows of the first tensor where `first`, else of the second; all but columns [rows].
+
+    The choice is made between whole blocks: of pointers to chosen rows, Triton 3.9 would not know that they are aligned.
+    """
+    return tl.where(first[:, None], p_first[:, None] + columns[None, :], p_second[:, None] + columns[None, :])
+
+
+@triton.jit
 def chunk_dims(c, PADDED: tl.constexpr, KEYS: tl.constexpr):
     """The dimensions of the columns of chunk c, int32 [32]."""
     n = tl.arange(0, 32)

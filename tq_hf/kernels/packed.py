@@ -61,14 +61,17 @@ def mean_scores(p_mean, live, query, L: tl.constexpr, COLUMNS: tl.constexpr):
     return half[None, :, :].broadcast_to(4, 8, COLUMNS).reshape(32, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "capacity", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k"])
+@triton.jit(
+    do_not_specialize=["heads", "columns", "capacity", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k"]
+)
 def attend_packed(
     p_query, p_plain, p_factor, p_pool, p_tables, p_page_ids, p_entries, p_row_start, p_counters, p_mask, p_output, p_stats,
     heads, columns, capacity, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
     L: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DTYPE: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, splits, column blocks).
+    """Grid (B * H, splits, column blocks), one warp each. Groups are copied ahead into (STAGES - 1) / 2 buffers: page ids,
+    on which the groups' addresses depend, take the other half of the stages.
 
     Args:
         p_query: [B * H, columns, key_padded], rotated if the keys are, divided by a power of two.

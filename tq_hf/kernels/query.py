@@ -42,6 +42,8 @@ def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling,
     else:
         for first in range(0, PADDED, 32):
             k = first + tl.arange(0, 32)
-            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(query.dtype)  # [32, BLOCK]; products are exact
+            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(
+                query.dtype
+            )  # [32, BLOCK]; products are exact
             y = tl.dot(query, signs.trans(1, 0), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
             tl.store(p_rotated[:, None] + k[None, :], y.to(p_rotated.dtype.element_ty), mask=inside[:, None])

@@ -19,6 +19,7 @@ from .lanes import (
     lane_word_offset,
     magnitude_cells,
     metadata_offset,
+    row_pointers,
     sign_shift,
     signs,
     warps,
@@ -29,13 +30,13 @@ FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def token_rows(start, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
-    """Pointers to the vectors of positions start to start + 31: in the ring if committed, else among the new tokens."""
+    """Where positions start to start + 31 are: which are committed, their pointers in the ring, and among the new tokens."""
     token = tl.arange(0, 32)
     p_first = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t)
     slot = start % slots + token
     slot = tl.where(slot < slots, slot, slot - slots)
     p_head = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots * DIM
-    return tl.where(start + token < length, p_head + slot * DIM, p_first + token * stride_t)
+    return start + token < length, p_head + slot * DIM, p_first + token * stride_t
 
 
 @triton.jit
@@ -49,10 +50,10 @@ def real_tokens(start, first, p_keep, keep_row):
 
 
 @triton.jit
-def load_vectors(p_row, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def load_vectors(rows, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Vectors with zeros for those that do not count or are not finite, and which ones are left."""
     d = tl.arange(0, BLOCK)
-    x = tl.load(p_row[:, None] + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)  # [T, BLOCK]
+    x = tl.load(row_pointers(*rows, d), mask=real[:, None] & (d < DIM)[None, :], other=0.0)  # [T, BLOCK]
     usable = real & (tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
     return tl.where(usable[:, None], x.to(tl.float32), 0.0), usable
 
@@ -155,11 +156,11 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIG
 
 
 @triton.jit
-def pack_vectors(p_rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
+def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
                  FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr,
                  HALVES: tl.constexpr):  # fmt: skip
-    """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `p_rows`.
+    """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
 
     Returns:
         Whether each token's metadata saturated fp16, [32].
@@ -207,7 +208,7 @@ def pack_vectors(p_rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             dims = chunk_dims(c, PADDED, KEYS)
             # The vectors are loaded again, from L1: a block in registers cannot be indexed by column.
             inside = usable[:, None] & (dims < DIM)[None, :]
-            v = tl.load(p_rows[:, None] + dims[None, :], mask=inside, other=0.0)  # [32, 32]
+            v = tl.load(row_pointers(*rows, dims), mask=inside, other=0.0)  # [32, 32]
             if FORMAT == "min_max":
                 steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
                 codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
