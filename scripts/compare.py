@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import platform
 import re
 import sys
@@ -31,7 +32,7 @@ from tq_hf.config import DEFAULT_PRESET
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
 DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class RequestError(Exception):
@@ -126,6 +127,7 @@ def load(name: str | None, device: torch.device) -> Loaded:
         source = shown = name
         if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
             raise RequestError(f"the model folder {name} does not exist.")
+    print(f"Loading {shown} ...", file=sys.stderr, flush=True)
     try:
         AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -273,6 +275,7 @@ def run(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports every retry of a missing connection
     try:
         run(sys.argv[1:] if argv is None else argv)
     except RequestError as error:

@@ -38,7 +38,6 @@ def gpu(test):
     return test
 
 
-
 @dataclass
 class State:
     pool: Tensor
@@ -80,7 +79,9 @@ def preset(name: str, key_dim: int, dtype: torch.dtype, value_dim: int | None = 
     return Case(TurboQuantConfig.from_preset(name, **overrides), key_dim, value_dim or key_dim, dtype)
 
 
-def own(key: str, key_bits: int, value: str, value_bits: int, dims: tuple[int, int], dtype: torch.dtype, **rest: object):
+def own(
+    key: str, key_bits: int, value: str, value_bits: int, dims: tuple[int, int], dtype: torch.dtype, **rest
+) -> Case:
     return Case(TurboQuantConfig(key, key_bits, value, value_bits, **rest), *dims, dtype)
 
 
@@ -204,8 +205,15 @@ def relative_rms(got: Tensor, expected: Tensor) -> float:
 
 def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
     """Everything exact, except codes next to a boundary and the last bit of fp16 scales and means."""
-    for name in ("ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters", "flags"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True, msg=name)
+    for name in set(vars(got)) - {"pool"}:
+        torch.testing.assert_close(
+            getattr(got, name),
+            getattr(expected, name),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
     used = expected.page_ids[:, : int(expected.counters[2])]
     used = used[used >= 0].long()
     others = torch.ones(len(expected.pool), dtype=torch.bool)
@@ -223,8 +231,9 @@ def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
         scale, expected_scale = got_parts[f"{side}_scale"], expected_parts[f"{side}_scale"]
         difference[expected_scale == 0] = 0  # codes of a zero vector mean nothing
         share = (difference != 0).float().mean().item()
-        # A small sample may have one or two ties more than its share.
-        assert difference.max() <= 1 and share <= max(1e-3, 2 / difference.numel()), f"{side} codes differ: {share:.2e}"
+        count = difference.numel()
+        allowed = 1e-4 + 4 * (1e-4 / count) ** 0.5 + 2 / count  # with the noise of a small sample
+        assert difference.max() <= 1 and share <= allowed, f"{side} codes differ: {share:.2e}, allowed {allowed:.2e}"
         same = (difference == 0).all(-1)
         torch.testing.assert_close(scale[same], expected_scale[same], rtol=1e-3, atol=1e-7)
         torch.testing.assert_close(scale, expected_scale, rtol=0.1, atol=1e-7)  # another code, another norm
@@ -325,7 +334,8 @@ def test_any_strides(device: str) -> None:
     keep = (torch.rand(BATCH, 200, generator=generator) < 0.8).to(torch.uint8)
     plain = fresh_state(SMALL, 70, [0, 0], generator).to(device)
     sliced = plain.to(device)
-    commit_chunks(commit, plain, SMALL, key.contiguous().to(device), value.to(device), (70,), keep[:, :70].bool().to(device))
+    masked = keep[:, :70].bool().to(device)
+    commit_chunks(commit, plain, SMALL, key.contiguous().to(device), value.to(device), (70,), masked)
     fused = torch.cat([key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2)], -1).to(device)
     key, value = (part.unflatten(-1, (HEADS, 64)).transpose(1, 2) for part in fused.chunk(2, -1))
     commit_chunks(commit, sliced, SMALL, key, value, (70,), keep.to(device)[:, :70])

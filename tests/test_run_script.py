@@ -84,6 +84,7 @@ def test_the_default_prompt_is_long_enough() -> None:
     [
         (["--preset", "tq9"], "preset='tq9' is unknown: expected one of"),
         (["--model", "./nowhere/model"], "the model folder ./nowhere/model does not exist"),
+        (["--model", "./nowhere"], "the model folder ./nowhere does not exist"),
         (["--model", "/nowhere"], "the model folder /nowhere does not exist"),
         (["--prompt-file", "nowhere.txt"], "the prompt file nowhere.txt cannot be read"),
         (["--device", "quantum"], "--device quantum is not available here"),

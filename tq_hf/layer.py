@@ -98,11 +98,11 @@ class TurboQuantLayer(CacheLayerMixin):
         self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
         self.counters[1] = self.packed_end = self.config.sink_tokens
+        self.is_initialized = True
         if self.table.is_static and not torch.compiler.is_compiling():
             # A fixed address lets CUDA graphs read and write the state in place.
             for tensor in self.tensors() + self.table.tensors():
                 torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that this layer holds, once (the shared block table is not among them)."""

@@ -35,12 +35,14 @@ def append_tokens(
     mask = live[:, None] & (d < KEY_DIM)[None, :]
     p_new = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh + index * stride_kt)
     b_key = tl.load(p_new[:, None] + d[None, :], mask=mask)  # [ROWS, KEY_BLOCK]
-    tl.store(row_pointers(to_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM, d), b_key, mask=mask)
+    p_exact = row_pointers(to_ring, p_ring_key + ring * KEY_DIM, p_sink_key + sink * KEY_DIM, d)
+    tl.store(p_exact, b_key, mask=mask)
     d = tl.arange(0, VALUE_BLOCK)
     mask = live[:, None] & (d < VALUE_DIM)[None, :]
     p_new = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + index * stride_vt)
     b_value = tl.load(p_new[:, None] + d[None, :], mask=mask)  # [ROWS, VALUE_BLOCK]
-    tl.store(row_pointers(to_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM, d), b_value, mask=mask)
+    p_exact = row_pointers(to_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM, d)
+    tl.store(p_exact, b_value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "window"])

@@ -86,9 +86,7 @@ def gather(
     if length == 0:
         return key, value
     with _on(key.device):
-        launch_unpack_pages(
-            key, value, pool, page_ids, entries, row_start, counters, page_layout, sink_key.shape[2]
-        )
+        launch_unpack_pages(key, value, pool, page_ids, entries, row_start, counters, page_layout, sink_key.shape[2])
         launch_copy_exact(key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters)
     return key, value
 

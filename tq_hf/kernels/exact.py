@@ -117,7 +117,10 @@ def attend_exact(
             weights = tl.exp2(scores - maximum[:, None])
             decay = tl.exp2(before - maximum)
             total = total * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="tf32x3")
+            rounded = weights.to(value.dtype)
+            acc = tl.dot(rounded, value, acc * decay[:, None], input_precision="tf32x3")
+            if value.dtype == tl.bfloat16:  # eight bits of a weight are less than its output's rounding can hide
+                acc = tl.dot((weights - rounded).to(tl.bfloat16), value, acc)
         row = (i_bh.to(tl.int64) * splits + i_s) * columns + column
         tl.store(p_stats + 2 * row, maximum, mask=inside)
         tl.store(p_stats + 2 * row + 1, total, mask=inside)

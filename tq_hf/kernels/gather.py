@@ -120,7 +120,7 @@ def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
             tl.store(p_out[:, None] + dims[None, :], v, mask=live[:, None] & (dims < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["out_length", "sinks"])
+@triton.jit(do_not_specialize=["out_length", "sinks", "stride_page_ids"])
 def unpack_pages(
     p_out_key, p_out_value, p_pool, p_page_ids, p_entries, p_row_start, p_counters,
     p_key_signs, p_key_levels, p_value_signs, p_value_levels, out_length, sinks, stride_page_ids,

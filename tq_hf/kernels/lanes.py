@@ -91,10 +91,10 @@ def signs(dim_padded: int, keys: bool, device: torch.device) -> Tensor:
         fp16 [dim_padded / 32, block_dim(dim_padded), 32] of +-1, zero for inputs beyond `dim_padded`.
     """
     chunks = dim_padded // CHUNK
-    c, n = torch.arange(chunks)[:, None], torch.arange(CHUNK)[None, :]
+    c, n = torch.arange(chunks, device="cpu")[:, None], torch.arange(CHUNK, device="cpu")[None, :]
     part = 8 if keys else 4
     dims = n // part * (dim_padded * part // CHUNK) + part * c + n % part  # [C, 32]
-    table = torch.zeros(chunks, block_dim(dim_padded), CHUNK, dtype=torch.float16)
+    table = torch.zeros(chunks, block_dim(dim_padded), CHUNK, dtype=torch.float16, device="cpu")
     table[:, :dim_padded] = hadamard_signs(dim_padded)[dims].mT.to(torch.float16)
     return table.to(device)
 
@@ -117,8 +117,9 @@ def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) ->
     """
     half = 2 ** (bits - 1)
     lower = boundaries(bits, dim, codebook)[half - 1 :]
-    below = torch.nextafter(lower, torch.zeros(())) * -(2.0**30)
-    squares = (levels(bits, dim, codebook)[half:].double().square() * 2.0**17).round()  # below 2**20: levels are below 2.8
+    below = torch.nextafter(lower, torch.zeros_like(lower)) * -(2.0**30)
+    # Levels are below 2.8, so these are below 2**20.
+    squares = (levels(bits, dim, codebook)[half:].double().square() * 2.0**17).round()
     steps = 2.0**20 + squares.diff(prepend=squares.new_zeros(1))
     steps[0] += 2.0**23 - 2.0**20
     return torch.stack([below, steps.float()]).to(device)

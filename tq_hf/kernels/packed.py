@@ -171,11 +171,16 @@ def attend_packed(
             weights = times_field(weights, scale * inverse[None, None, :])
             decay = times_lane(decay, unit * inverse)
             unit = largest
-        weights = pin(weights.to(VALUE_DTYPE))
+        rounded = pin(weights.to(VALUE_DTYPE))
+        if VALUE_DTYPE == tl.bfloat16:  # eight bits of a weight are less than its output's rounding can hide
+            rest = pin((weights - rounded).to(VALUE_DTYPE))
         sums = []
         for c in tl.static_range(VALUE_CHUNKS):
             tile = value_tile(values, c, value_table, L, VALUE_DTYPE)
-            sums = sums + [tl.dot(tile, weights, acc[c] * decay[None, :], input_precision="tf32x3")]
+            x = tl.dot(tile, rounded, acc[c] * decay[None, :], input_precision="tf32x3")
+            if VALUE_DTYPE == tl.bfloat16:
+                x = tl.dot(tile, rest, x)
+            sums = sums + [x]
         acc = sums
 
     minimum = tl.sum(minima, 0)

@@ -32,7 +32,9 @@ FP16_MAX = tl.constexpr(65504.0)
 def token_rows(start, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
     """Where positions start to start + 31 are: which are committed, their pointers in the ring, and among the new tokens."""
     token = tl.arange(0, 32)
-    p_first = p_new + (i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t)
+    p_first = p_new + (
+        i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t
+    )
     slot = start % slots + token
     slot = tl.where(slot < slots, slot, slot - slots)
     p_head = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots * DIM
@@ -97,8 +99,7 @@ def saturate(x):
 def normalizers(norm):
     """A power of two that brings vectors of this norm to 64..128, and what then divides by the norm.
 
-    As fp16 operands of the tensor cores, products with +-1 are then exact for vectors in a 16-bit dtype. A difference from
-    a mean, or an fp32 vector, keeps 11 bits of each coordinate: 1e-4 of a standard deviation.
+    Then the fp16 operands of the tensor cores neither overflow nor vanish, and vectors in a 16-bit dtype keep all bits.
     """
     bounded = tl.maximum(norm, 1e-36)
     exponent = tl.minimum(bounded.to(tl.int32, bitcast=True) >> 23, 253)
@@ -158,9 +159,11 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIG
 @triton.jit
 def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
-                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr,
-                 HALVES: tl.constexpr):  # fmt: skip
+                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, HALVES: tl.constexpr,
+                 EXACT: tl.constexpr):  # fmt: skip
     """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
+
+    EXACT says that x, scaled by a power of two, is exact in fp16.
 
     Returns:
         Whether each token's metadata saturated fp16, [32].
@@ -172,9 +175,14 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
         HALF: tl.constexpr = 2 ** (BITS - 1)
         norm = tl.sqrt(tl.sum(x * x, 1))
         power, inverse = normalizers(norm)
-        operand = (x * power[:, None]).to(tl.float16)  # [32, BLOCK]
+        x *= power[:, None]
+        operand = x.to(tl.float16)
+        if not EXACT:  # 11 more bits of each coordinate, as further inputs of the same product
+            rest = (x - operand.to(tl.float32)).to(tl.float16)
+            is_rest = (tl.arange(0, 2) == 1)[None, :, None]
+            operand = tl.where(is_rest, rest[:, None, :], operand[:, None, :]).reshape(32, 2 * BLOCK)
         squares = tl.zeros([32, 32], tl.int32)
-        k = tl.arange(0, BLOCK)[:, None]
+        k = tl.arange(0, BLOCK if EXACT else 2 * BLOCK)[:, None] % BLOCK
         n = tl.arange(0, 32)[None, :]
         for c in range(CHUNKS):
             y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
@@ -222,7 +230,7 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
     return saturated
 
 
-@triton.jit(do_not_specialize=["n", "window", "sinks"])
+@triton.jit(do_not_specialize=["n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
     p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_flags, p_keep,
     p_key_signs, p_key_cells, p_value_signs, p_value_cells,
@@ -256,9 +264,7 @@ def pack_pages(
     keep_row = i_b.to(tl.int64) * stride_keep
     real = real_tokens(tile, first, p_keep, keep_row)
     if i_part % 2 == 0:
-        rows = token_rows(
-            tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
-        )
+        key_rows = token_rows(tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM)
         if CENTER_KEYS:
             total = tl.zeros([32, KEY_BLOCK], tl.float32)
             count = 0
@@ -267,28 +273,31 @@ def pack_pages(
                 other_rows = token_rows(
                     other, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
                 )
-                keys, counted = load_vectors(other_rows, real_tokens(other, first, p_keep, keep_row), KEY_DIM, KEY_BLOCK)
-                total += keys * (1.0 / PAGE)  # divided first, so that no sum of finite keys overflows
+                others, counted = load_vectors(
+                    other_rows, real_tokens(other, first, p_keep, keep_row), KEY_DIM, KEY_BLOCK
+                )
+                total += others * (1.0 / PAGE)  # divided first, so that no sum of finite keys overflows
                 count += tl.sum(counted.to(tl.int32), 0)
-            mean = saturate(tl.sum(total, 0) * (PAGE / tl.maximum(count, 1))).to(tl.float16)  # [KEY_BLOCK], zero beyond KEY_DIM
+            mean = saturate(tl.sum(total, 0) * (PAGE / tl.maximum(count, 1))).to(tl.float16)  # [KEY_BLOCK]
             if i_group == 0:
                 d = tl.arange(0, KEY_BLOCK)
                 tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean, mask=d < 2 * HEADER_WORDS)
-        x, usable = load_vectors(rows, real, KEY_DIM, KEY_BLOCK)
+        keys, usable = load_vectors(key_rows, real, KEY_DIM, KEY_BLOCK)
         if CENTER_KEYS:
-            x = tl.where(usable[:, None], x - mean.to(tl.float32)[None, :], 0.0)
+            keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
         saturated = pack_vectors(
-            rows, x, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK, KEY_FORMAT,
-            KEY_BITS, KEY_SCALE, FIELDS, True, False,
+            key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK, KEY_FORMAT,
+            KEY_BITS, KEY_SCALE, FIELDS, True, False, p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
         )  # fmt: skip
     else:
-        rows = token_rows(
+        value_rows = token_rows(
             tile, length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, slots, VALUE_DIM
         )
-        x, usable = load_vectors(rows, real, VALUE_DIM, VALUE_BLOCK)
+        values, usable = load_vectors(value_rows, real, VALUE_DIM, VALUE_BLOCK)
         saturated = pack_vectors(
-            rows, x, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM, VALUE_PADDED,
+            value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM, VALUE_PADDED,
             VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
+            p_value.dtype.element_ty != tl.float32,
         )  # fmt: skip
     dropped = tl.max((real & ~usable).to(tl.int32), 0)
     flags = (dropped << (i_part % 2)) | (tl.max(saturated.to(tl.int32), 0) << 2)
