@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from . import ops
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .layer import LayerReport, TurboQuantLayer
+from .memory import storage_bytes
 from .pages import BlockTable
 
 
@@ -277,13 +278,7 @@ def _validate_model(config: PretrainedConfig, quantization: TurboQuantConfig) ->
 
 def _stock_report(index: int, layer: Any) -> LayerReport:
     """One of transformers' own layers: everything it holds is exact."""
-    tensors: dict[int, Tensor] = {}
-    for value in vars(layer).values():
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, Tensor):
-                tensors[tensor.data_ptr()] = tensor
-    nbytes = sum(t.untyped_storage().nbytes() for t in tensors.values())
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
     tokens = held[0].shape[0] * held[0].shape[2] if held else 0
-    return LayerReport(index, type(layer).__name__, 0, tokens, nbytes, sum(2 * t.numel() for t in held))
+    return LayerReport(index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held))

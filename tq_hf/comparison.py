@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .cache import TurboQuantCache
 from .config import TurboQuantConfig
+from .memory import storage_bytes
 
 Progress = Callable[[int], None]
 
@@ -107,24 +108,8 @@ def generate_timed(
 
 
 def cache_nbytes(cache: Any) -> int:
-    """Bytes of all tensors that the layers of a transformers cache hold, each storage counted once."""
-    storages: dict[tuple[torch.device, int], int] = {}
-    for layer in cache.layers:
-        for tensor in _tensors(vars(layer)):
-            storage = tensor.untyped_storage()
-            storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    """Bytes of all tensors that the layers of a transformers cache hold."""
+    return sum(storage_bytes(vars(layer)) for layer in cache.layers)
 
 
 def first_page_tokens(config: TurboQuantConfig) -> int:

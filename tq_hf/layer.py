@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .config import MODEL_DTYPES, TurboQuantConfig
+from .memory import storage_bytes
 from .packed_kv import PackedKV, Step
 from .pages import BlockTable
 
@@ -384,7 +385,7 @@ class TurboQuantLayer(CacheLayerMixin):
     # -- reports -----------------------------------------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors())
+        return storage_bytes(self.tensors())
 
     def report(self, layer: int) -> LayerReport:
         """Counts and bytes as of now (reads the device's counters)."""

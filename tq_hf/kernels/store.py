@@ -286,8 +286,9 @@ def pack_pages(
         if CENTER_KEYS:
             keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
         saturated = pack_vectors(
-            key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK, KEY_FORMAT,
-            KEY_BITS, KEY_SCALE, FIELDS, True, False, p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
+            key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
+            KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False,
+            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
         )  # fmt: skip
     else:
         value_rows = token_rows(
@@ -295,8 +296,8 @@ def pack_pages(
         )
         values, usable = load_vectors(value_rows, real, VALUE_DIM, VALUE_BLOCK)
         saturated = pack_vectors(
-            value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM, VALUE_PADDED,
-            VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
+            value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM,
+            VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
             p_value.dtype.element_ty != tl.float32,
         )  # fmt: skip
     dropped = tl.max((real & ~usable).to(tl.int32), 0)

@@ -1,0 +1,30 @@
+"""Bytes that an object's tensors take, counted from the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Tensors in `value`: itself, or what its lists, tuples and dicts hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def storage_bytes(value: Any) -> int:
+    """Bytes of the storages behind the tensors in `value`, each storage once: a view keeps all of its base alive."""
+    storages: dict[tuple[torch.device, int], int] = {}
+    for tensor in tensors_of(value):
+        storage = tensor.untyped_storage()
+        storages[tensor.device, storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
