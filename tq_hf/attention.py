@@ -1,9 +1,9 @@
-"""The `"turboquant"` attention and mask functions, and the interception of torch's SDPA.
+"""The `"turboquant"` attention and mask functions.
 
 Three ways lead to the packed pages, and all end in `TurboQuantLayer.attend`:
 
 - `attn_implementation="turboquant"`: `turboquant_attention` gets the handles from the model's attention module.
-- the model's default `"sdpa"`: `F.scaled_dot_product_attention` meets a handle and calls `intercept_sdpa`.
+- the model's default `"sdpa"`: `F.scaled_dot_product_attention` meets a handle (`packed_kv.scaled_dot_product_attention`).
 - anything else (`"eager"`, a model's own attention code) reads a dense, dequantized copy through the handle.
 
 Masks come in three kinds: None (nothing but causality), *compact* (uint8 [B, 1, 1, kv]: which positions are not padding;
@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
 from . import ops
-from .packed_kv import PackedKV
+from .packed_kv import PackedKV, densify, kept_positions
 
 ATTENTION_NAME = "turboquant"
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
@@ -114,11 +114,11 @@ def turboquant_attention(
     if isinstance(key, PackedKV) and isinstance(value, PackedKV) and not needs_sdpa:
         return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
 
-    key, value = _dense(key), _dense(value)
-    mask = _complete(attention_mask, query.shape[2], key.shape[2], is_causal, key.device)
+    dense_key, dense_value = densify(key), densify(value)
+    mask = _complete(attention_mask, query.shape[2], dense_key.shape[2], is_causal, query.device)
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if needs_sdpa:
         raise ValueError(
@@ -126,7 +126,7 @@ def turboquant_attention(
             " attn_implementation='turboquant': use attn_implementation='eager'."
         )
     causal = is_causal and mask is None
-    return ops.attend_exact(query, key, value, mask, s_aux, scaling, softcap or 0.0, causal), None
+    return ops.attend_exact(query, dense_key, dense_value, mask, s_aux, scaling, softcap or 0.0, causal), None
 
 
 def _packed(
@@ -146,7 +146,7 @@ def _packed(
             f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
             " window. Use attn_implementation='sdpa' with DynamicCache for this model."
         )
-    keep = _keep_rows(mask, query.shape[0])
+    keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete
     if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
         # Nothing is packed yet: torch's own kernels over the raw states are exact and fastest.
@@ -167,63 +167,9 @@ def _packed(
     return out
 
 
-def intercept_sdpa(
-    query: Tensor,
-    key: Tensor | PackedKV,
-    value: Tensor | PackedKV,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` where key or value is a handle: the same arguments and result.
-
-    Its masks are complete by torch's contract, and `is_causal` aligns the first query with the first key, which is only
-    meaningful for a first prompt.
-    """
-    packed = isinstance(key, PackedKV) and isinstance(value, PackedKV) and key.step is value.step
-    readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
-    if packed and readable and dropout_p == 0.0:
-        assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
-        step, layer = key.step, key.step.layer
-        if attn_mask is not None:
-            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
-            raw_key, raw_value = step.key, step.value
-            out = F.scaled_dot_product_attention(
-                query,
-                raw_key,
-                raw_value,
-                attn_mask=None if attn_mask is None else attn_mask[..., : raw_key.shape[2]],
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa or key.repeats > 1,
-            )
-            layer.commit(step, _keep_rows(attn_mask, query.shape[0]))
-            return out
-        if not is_causal:
-            scaling = query.shape[-1] ** -0.5 if scale is None else scale
-            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
-            layer.commit(step, _keep_rows(attn_mask, query.shape[0]))
-            return out
-    return F.scaled_dot_product_attention(
-        query, _dense(key), _dense(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def _dense(states: Tensor | PackedKV) -> Tensor:
-    return states.dense() if isinstance(states, PackedKV) else states
-
-
 def _is_keep_mask(mask: Tensor | None) -> bool:
     """Whether the packed path can read the mask: keep or drop, the same for all heads."""
     return mask is None or (mask.dtype in (torch.bool, torch.uint8) and mask.ndim == 4 and mask.shape[1] == 1)
-
-
-def _keep_rows(mask: Tensor | None, batch_size: int) -> Tensor | None:
-    """Which positions of each row are not padding, [B, kv]: what the newest query may see."""
-    return None if mask is None else mask[:, 0, -1].expand(batch_size, -1)
 
 
 def _complete(mask: Tensor | None, queries: int, keys: int, causal: bool, device: torch.device) -> Tensor | None:

@@ -208,6 +208,12 @@ class TurboQuantLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.table.max_cache_len is None else self.table.max_cache_len
 
+    def _state(self) -> tuple[Tensor, ...]:
+        """What every op reads, in the ops' order."""
+        table = self.on_device
+        exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        return (self.pool, *exact, table.page_ids, table.entries, table.row_start, self.counters)
+
     # -- attention and storing ---------------------------------------------------------------------------------------
     def attend(
         self,
@@ -233,20 +239,11 @@ class TurboQuantLayer(CacheLayerMixin):
         key, value = step.key, step.value
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             key, value = key[:, :, :0], value[:, :, :0]
-        state = self.on_device
         out = ops.attend(
             query.detach(),
             _rows(key),
             _rows(value),
-            self.pool,
-            self.ring_key,
-            self.ring_value,
-            self.sink_key,
-            self.sink_value,
-            state.page_ids,
-            state.entries,
-            state.row_start,
-            self.counters,
+            *self._state(),
             mask,
             aux_sinks,
             self.layout_name,
@@ -276,19 +273,10 @@ class TurboQuantLayer(CacheLayerMixin):
             self.table.reserve(self.packed_end)
             self._grow(self.table.pages.capacity)
             self.length += new
-        state = self.on_device
         ops.commit(
             _rows(step.key),
             _rows(step.value),
-            self.pool,
-            self.ring_key,
-            self.ring_value,
-            self.sink_key,
-            self.sink_value,
-            state.page_ids,
-            state.entries,
-            state.row_start,
-            self.counters,
+            *self._state(),
             self.flags,
             keep,
             self.layout_name,
@@ -316,20 +304,7 @@ class TurboQuantLayer(CacheLayerMixin):
         return step.dense
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
-        state = self.on_device
-        dense = ops.gather(
-            self.pool,
-            self.ring_key,
-            self.ring_value,
-            self.sink_key,
-            self.sink_value,
-            state.page_ids,
-            state.entries,
-            state.row_start,
-            self.counters,
-            self.layout_name,
-            self.visible_length(step),
-        )
+        dense = ops.gather(*self._state(), self.layout_name, self.visible_length(step))
         new = step.key.shape[2]
         first: Any = step.start
         if self.table.is_static:

@@ -118,10 +118,8 @@ class PackedKV:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            from .attention import intercept_sdpa
-
-            return intercept_sdpa(*args, **kwargs)
-        return func(*(_densify(a) for a in args), **{name: _densify(a) for name, a in kwargs.items()})
+            return scaled_dot_product_attention(*args, **kwargs)
+        return func(*(densify(a) for a in args), **{name: densify(a) for name, a in kwargs.items()})
 
     # Operators that Python looks up on the type, where __getattr__ has no say.
     def __matmul__(self, other: Any) -> Tensor:
@@ -164,9 +162,60 @@ class _HeadRepeat:
         return getattr(dense.expand(-1, -1, self._repeats, -1, -1), name)
 
 
-def _densify(value: Any) -> Any:
+def densify(value: Any) -> Any:
+    """`value` with every handle in it replaced by its dense tensor."""
     if isinstance(value, PackedKV):
         return value.dense()
     if isinstance(value, (list, tuple)):
-        return type(value)(_densify(v) for v in value)
+        return type(value)(densify(v) for v in value)
     return value
+
+
+def kept_positions(mask: Tensor | None, batch_size: int) -> Tensor | None:
+    """Which positions of each row are not padding, [B, kv]: what the newest query may see."""
+    return None if mask is None else mask[:, 0, -1].expand(batch_size, -1)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor | PackedKV,
+    value: Tensor | PackedKV,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` where key or value is a handle: the same arguments and result.
+
+    Its masks are complete by torch's contract, and `is_causal` aligns the first query with the first key, which is only
+    meaningful for a first prompt.
+    """
+    packed = isinstance(key, PackedKV) and isinstance(value, PackedKV) and key.step is value.step
+    readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
+    if packed and readable and dropout_p == 0.0:
+        assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
+        step, layer = key.step, key.step.layer
+        if attn_mask is not None:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
+            raw_key, raw_value = step.key, step.value
+            out = F.scaled_dot_product_attention(
+                query,
+                raw_key,
+                raw_value,
+                attn_mask=None if attn_mask is None else attn_mask[..., : raw_key.shape[2]],
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa or key.repeats > 1,
+            )
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            return out
+        if not is_causal:
+            scaling = query.shape[-1] ** -0.5 if scale is None else scale
+            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            return out
+    return F.scaled_dot_product_attention(
+        query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
