@@ -71,6 +71,13 @@ def held_tensors(root: Any) -> list[Tensor]:
         ({"codebook": "uniform"}, "codebook='uniform'"),
         ({"window": 3}, "unknown option window.*recent_window"),
         ({"max_cache_len": 0}, "max_cache_len=0"),
+        ({"max_cache_len": 1.5}, "max_cache_len=1.5"),
+        ({"max_cache_len": "100"}, "max_cache_len='100'"),
+        ({"page_size": 64.0}, "page_size=64.0"),
+        ({"key_bits": 4.0}, "key_bits=4.0"),
+        ({"center_keys": "no"}, "center_keys='no'"),
+        ({"preset": ["tq4"]}, "preset="),
+        ({"preset": TurboQuantConfig("fp8", 8, "min_max", 4), "windw": 3}, "unknown option windw"),
         ({"preset": "k8v4", "center_keys": True}, "center_keys=True needs"),
         ({"preset": "4bit_nc", "boundary_layers": 7}, None),
     ],
@@ -81,6 +88,12 @@ def test_bad_options_are_named(options: dict[str, Any], message: str | None) -> 
         return
     with pytest.raises(ValueError, match=message):
         TurboQuantCache(CONFIG, **options)
+
+
+@pytest.mark.parametrize("config", [None, "name", {}, torch.nn.Linear(1, 1)])
+def test_something_that_is_no_config_is_refused(config: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected the model's config"):
+        TurboQuantCache(config)
 
 
 @pytest.mark.parametrize("dim", [8, 258, 512])
@@ -160,8 +173,9 @@ def test_states_that_do_not_fit_are_refused(key: Tensor, value: Tensor, message:
 
 def test_static_capacity_is_enforced_before_anything_changes() -> None:
     cache = TurboQuantCache(CONFIG, max_cache_len=200)
-    with pytest.raises(RuntimeError, match="max_cache_len=200"):
-        cache.update(states(201), states(201), 0)
+    for layer in range(2):
+        with pytest.raises(RuntimeError, match="max_cache_len=200"):
+            cache.update(states(201, batch=5), states(201, batch=5), layer)
     cache.update(states(199), states(199), 0)
     cache.update(states(1), states(1), 0)
     with pytest.raises(RuntimeError, match="max_cache_len=200"):
@@ -176,14 +190,23 @@ def test_one_layer_cannot_be_edited_alone() -> None:
             getattr(cache.layers[0], edit)(*arguments)
 
 
-def test_gradients_are_refused_not_dropped() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant", "eager"])
+def test_gradients_are_refused_not_dropped(attention: str) -> None:
     model = tiny_model()
+    model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config)
     ids = prompt(1, 150)
     model(ids, past_key_values=cache)
     logits = model(ids[:, :1], past_key_values=cache).logits  # forward works outside no_grad
     with pytest.raises(RuntimeError, match="for inference"):
         logits.sum().backward()
+
+
+def test_gradients_through_softcapped_attention_are_refused_not_dropped() -> None:
+    model = tiny_model("gemma2_softcap")
+    model.set_attn_implementation("turboquant")
+    with pytest.raises(RuntimeError, match="for inference"):
+        model(prompt(1, 20), use_cache=False).logits.sum().backward()
 
 
 def test_a_cache_filled_in_inference_mode_works_outside_it() -> None:
@@ -303,9 +326,11 @@ def test_crop_then_continue_equals_never_having_seen_the_rest(removed: int, opti
     assert int(cache.get_seq_length()) == left + 70
 
 
-def test_crop_wants_a_negative_number() -> None:
+def test_crop_wants_a_negative_integer() -> None:
     with pytest.raises(ValueError, match=r"crop\(5\)"):
         filled().crop(5)
+    with pytest.raises(TypeError):
+        filled().crop(-3.7)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 400}])
@@ -342,6 +367,19 @@ def test_rows_are_reordered_repeated_and_selected_by_reference() -> None:
         assert torch.equal(key.dense()[:, :, :300], expected)
 
 
+@pytest.mark.parametrize("indices", [[3], [-4], [], [True, False], [0.5]])
+def test_rows_that_do_not_exist_are_refused_and_nothing_changes(indices: list[Any]) -> None:
+    cache = filled(300, "raw", batch=3)
+    before = [t.clone() for t in held_tensors(cache)]
+    with pytest.raises((ValueError, TypeError)):
+        cache.batch_select_indices(torch.tensor(indices))
+    with pytest.raises(ValueError, match="repeats=0"):
+        cache.batch_repeat_interleave(0)
+    assert all(torch.equal(a, b) for a, b in zip(before, held_tensors(cache), strict=True))
+    cache.batch_select_indices(torch.tensor([0, -1]))
+    assert cache.batch_size == 2
+
+
 def test_static_rows_cannot_be_reordered() -> None:
     with pytest.raises(NotImplementedError, match="without max_cache_len"):
         filled(100, max_cache_len=200).reorder_cache(torch.tensor([0]))
@@ -356,6 +394,30 @@ def test_a_deep_copy_is_independent() -> None:
         twin.layers[layer].flush()
     assert twin.get_seq_length() == 400
     assert all(torch.equal(a, b) for a, b in zip(before, held_tensors(cache), strict=True))
+
+
+def test_an_old_handle_is_refused() -> None:
+    cache = filled(100, "raw")
+    key, value = cache.update(states(1), states(1), 0)
+    cache.layers[0].flush()
+    cache.update(states(1), states(1), 0)
+    cache.layers[0].flush()
+    with pytest.raises(RuntimeError, match="show the cache at 101 tokens"):
+        torch.nn.functional.scaled_dot_product_attention(states(1), key, value)
+    with pytest.raises(RuntimeError, match="show the cache at 101 tokens"):
+        key.sum()
+
+
+def test_handles_in_each_others_place_are_read_as_what_they_are() -> None:
+    cache = filled(100, "raw")
+    key, value = cache.update(states(1, seed=5), states(1, seed=6), 0)
+    query = states(1, seed=7)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    dense_key, dense_value = key.dense(), value.dense()
+    assert torch.allclose(attend(query, value, key), attend(query, dense_value, dense_key))
+    assert torch.allclose(attend(query, key, key), attend(query, dense_key, dense_key))
+    assert torch.equal(key - value, dense_key - dense_value)
+    assert torch.equal(-key / 2 + 1, -dense_key / 2 + 1)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -373,6 +435,19 @@ def test_a_non_finite_key_is_stored_as_zero_flagged_and_touches_nobody(bad: floa
     clean.check()
     with pytest.raises(ValueError, match=rf"layer 0, KV heads \[1\]: a {what}"):
         dirty.check()
+
+
+def test_fp8_keys_beyond_their_range_are_flagged() -> None:
+    for size, flagged in ((448.0, False), (900.0, True)):
+        cache = TurboQuantCache(CONFIG, "k8v4", boundary_layers=0)
+        key = states(100)
+        key[0, 1, 10, 5] = size
+        cache.update(key, states(100), 0)
+        if flagged:
+            with pytest.raises(ValueError, match=r"KV heads \[1\]: a number beyond"):
+                cache.check()
+        else:
+            cache.check()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

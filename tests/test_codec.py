@@ -206,8 +206,9 @@ class TestEdges:
         key, value = vectors(64, 64), vectors(64, 64, seed=1)
         key[4, 7] = value[9, 0] = 3e4
         got_key, got_value, _, flags = through(key, value, layout_of(preset))
-        assert got_key.isfinite().all() and got_value.isfinite().all() and not flags.any()
-        if PRESETS[preset].key_format != "fp8":
+        fp8 = PRESETS[preset].key_format == "fp8"
+        assert got_key.isfinite().all() and got_value.isfinite().all() and flags.unique().tolist() == [4 if fp8 else 0]
+        if not fp8:
             assert got_key[4, 7] == pytest.approx(3e4, rel=0.15)
         assert got_value[9, 0] == pytest.approx(3e4, rel=0.15)
 

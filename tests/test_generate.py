@@ -234,6 +234,114 @@ def test_an_additive_float_mask_still_gives_the_right_result() -> None:
     assert torch.allclose(*outputs, atol=1e-5)
 
 
+def logits_after(
+    cache: Any, model: PreTrainedModel, steps: list[tuple[Tensor, Tensor | None]], crops: dict[int, int]
+) -> Tensor:
+    """Logits of the last step, after feeding the steps and cropping before those in `crops`."""
+    for i, (ids, mask) in enumerate(steps):
+        if i in crops:
+            cache.crop(-crops[i])
+        out = model(ids, attention_mask=mask, past_key_values=cache).logits
+    return out[:, -1]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 140}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("removed", [90, 80, 60, 30])
+@pytest.mark.parametrize("sinks", [0, 4])
+@torch.no_grad()
+def test_crop_of_a_padded_batch(options: dict[str, int], attention: str, removed: int, sinks: int) -> None:
+    """Into the padding, into pages, to nothing; then go on without and with padding."""
+    model = tiny_model()
+    ids, mask = left_padded(2, 90, [20, 0])
+    left = 90 - removed
+    more, hole = left_padded(2, 40, [0, 15] if left == 0 else [0, 0])
+    seen = torch.cat([mask[:, :left], hole], 1)
+    last = torch.cat([seen, torch.ones(2, 1, dtype=torch.long)], 1)
+    steps = [(ids, mask), (more, seen), (more[:, :1], last)]
+    model.set_attn_implementation("sdpa")
+    expected = logits_after(DynamicCache(config=model.config), model, steps, {1: removed})
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, "raw", page_size=32, recent_window=8, sink_tokens=sinks, **options)
+    assert torch.allclose(logits_after(cache, model, steps, {1: removed}), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@torch.no_grad()
+def test_what_one_mask_hides_a_later_one_may_show(attention: str) -> None:
+    """Packed while hidden: by every query of a step, and by the last query of a first prompt."""
+    model = tiny_model()
+    ids = prompt(1, 100)
+    hidden = torch.ones(1, 101, dtype=torch.long)
+    hidden[:, 30:60] = 0
+    tree = torch.ones(100, 100, dtype=torch.bool).tril()[None, None].clone()
+    tree[..., -1, 10:20] = False
+    steps = [(ids, tree), (ids[:, :1], hidden), (ids[:, :30], None), (ids[:, :1], None)]
+    model.set_attn_implementation("sdpa")
+    expected = logits_after(DynamicCache(config=model.config), model, steps, {})
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    assert torch.allclose(logits_after(cache, model, steps, {}), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("shape", [(1, 1, 10, 65), (1, 1, 3, 65), (1, 1, 5, 70), (1, 1, 5, 64), (3, 1, 5, 65)])
+@torch.no_grad()
+def test_masks_that_do_not_fit_are_refused_and_nothing_changes(attention: str, shape: tuple[int, ...]) -> None:
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, **SMALL)
+    model(prompt(1, 60), past_key_values=cache)
+    with pytest.raises((ValueError, RuntimeError)):
+        model(prompt(1, 5), attention_mask=torch.ones(shape, dtype=torch.bool), past_key_values=cache)
+    assert cache.get_seq_length() == 60
+
+
+@torch.no_grad()
+def test_a_users_complete_mask_in_bytes_is_complete() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("turboquant")
+    ids, both_ways = prompt(1, 80), torch.ones(1, 1, 80, 80, dtype=torch.bool)
+    outputs = [
+        model(ids, attention_mask=mask, past_key_values=TurboQuantCache(model.config, **SMALL)).logits
+        for mask in (both_ways, both_ways.to(torch.uint8))
+    ]
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
+def test_autocast(attention: str) -> None:
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    ids = prompt(2, 100)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(model, ids, DynamicCache(config=model.config), new=6)
+        assert torch.equal(generate(model, ids, TurboQuantCache(model.config, "raw", **SMALL), new=6), expected)
+
+
+def test_rows_start_where_their_tokens_start_even_in_chunks_of_one() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("turboquant")
+    ids, mask = left_padded(2, 60, [35, 0])
+    cache = TurboQuantCache(model.config, **SMALL)
+    generate(model, ids, cache, mask, new=2, prefill_chunk_size=1)
+    assert cache.table.row_starts == [35, 0]
+
+
+def test_missing_attention_weights_are_noted(caplog: pytest.LogCaptureFixture) -> None:
+    import logging
+
+    model = tiny_model()
+    model.set_attn_implementation("turboquant")
+    logging.getLogger("transformers").propagate = True
+    try:
+        with caplog.at_level("WARNING"):
+            model(prompt(1, 5), output_attentions=True)
+    finally:
+        logging.getLogger("transformers").propagate = False
+    assert "no attention weights" in caplog.text
+
+
 def test_turboquant_attention_without_our_cache_is_plain_attention() -> None:
     model = tiny_model()
     ids, mask = left_padded(2, 50, [0, 20])

@@ -182,19 +182,21 @@ class TestCommit:
         state, _, _ = filled("k8v4", 193, (1,))
         assert state.counters.tolist() == [193, 192, 3]
 
-    def test_keep_leaves_tokens_out_of_pages(self) -> None:
+    def test_keep_leaves_tokens_out_of_the_mean_but_not_out_of_the_page(self) -> None:
         state = PackedState(PRESETS["tq4"])
         key, value = state.tokens(200)
+        key[:, :, 20:30] *= 5.0
         keep = torch.ones(1, 256, dtype=torch.uint8)
         keep[0, 20:30] = 0
-        value[:, :, 25] = math.nan
         state.commit(key, value, keep)
-        assert not state.flags.any()
-        got_key, got_value = state.gather()
-        assert not got_value[:, :, 20:30].any()
+        header = state.tensors["pool"][state.tensors["page_ids"][0, 0], :, : state.page.header_words].contiguous().view(torch.float16)
         seen = [p for p in range(4, 68) if not 20 <= p < 30]
-        mean = key[:, :, seen].mean(2)
-        torch.testing.assert_close(got_key[:, :, 25], mean, rtol=2**-10, atol=1e-4)
+        mean = key[0, :, seen].mean(1)
+        torch.testing.assert_close(header[:, : mean.shape[-1]].float(), mean, rtol=2**-10, atol=1e-4)
+        got_key, got_value = state.gather()
+        error = (got_key[:, :, 20:30] - key[:, :, 20:30]).norm() / key[:, :, 20:30].norm()
+        assert error < 0.15
+        assert (got_value[:, :, 20:30] - value[:, :, 20:30]).norm() < 0.15 * value[:, :, 20:30].norm()
 
     def test_non_finite_tokens_raise_the_flag_of_their_head(self) -> None:
         state = PackedState(PRESETS["tq4"], heads=3, row_start=(0, 0))

@@ -20,11 +20,16 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils import logging
 
 from . import ops
-from .packed_kv import PackedKV, densify, kept_positions
+from .packed_kv import PackedKV, are_pair, densify, kept_positions
+
+logger = logging.get_logger(__name__)
 
 ATTENTION_NAME = "turboquant"
+# Models whose own code edits the mask before attention and understands only complete ones.
+_MASK_EDITORS = ("doge",)
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
 _REFUSED = ("indices", "block_indices", "sinks", "head_mask")
 
@@ -49,9 +54,10 @@ def turboquant_mask(
         transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked layers, custom patterns and
         static caches (whose filled length is on the device).
     """
+    edits_masks = getattr(kwargs.get("config"), "model_type", None) in _MASK_EDITORS
     is_static = isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length
     plain = mask_function is causal_mask_function and local_size is None and not use_vmap and not is_static
-    if not plain or not allow_is_causal_skip:
+    if not plain or not allow_is_causal_skip or edits_masks:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -110,8 +116,13 @@ def turboquant_attention(
         scaling = query.shape[-1] ** -0.5
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if kwargs.get("output_attentions"):
+        logger.warning_once("attn_implementation='turboquant' returns no attention weights: use 'eager' for them.")
+    if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.shape[-2] > 1:
+        attention_mask = attention_mask != 0  # not one of `turboquant_mask`: a user's complete mask
     needs_sdpa = kwargs.get("position_bias") is not None or dropout > 0 or not _is_keep_mask(attention_mask)
-    if isinstance(key, PackedKV) and isinstance(value, PackedKV) and not needs_sdpa:
+    if are_pair(key, value) and not needs_sdpa:
+        assert isinstance(key, PackedKV)
         return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
 
     dense_key, dense_value = densify(key), densify(value)
@@ -141,7 +152,9 @@ def _packed(
 ) -> Tensor:
     step, layer, new = key.step, key.step.layer, key.raw.shape[2]
     complete = mask is not None and mask.dtype == torch.bool
+    layer.require_mask(step, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2]:
+        layer.drop(step)
         raise ValueError(
             f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
             " window. Use attn_implementation='sdpa' with DynamicCache for this model."

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,16 +95,17 @@ class TurboQuantCache(Cache):
         max_cache_len: int | None = None,
         **overrides: Any,
     ) -> None:
-        if isinstance(preset, TurboQuantConfig):
-            self.preset, self.quantization = "custom", replace(preset, **overrides)
-        else:
-            self.preset, self.quantization = preset, TurboQuantConfig.from_preset(preset, **overrides)
-        if max_cache_len is not None and (isinstance(max_cache_len, bool) or max_cache_len < 1):
+        if not isinstance(config, PretrainedConfig):
+            raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config.")
+        self.quantization = TurboQuantConfig.from_preset(preset, **overrides)
+        self.preset = preset if isinstance(preset, str) else "custom"
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a number of tokens, or None.")
         text = config.get_text_config(decoder=True)
-        _validate_model(text, self.quantization)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        for layer_config in _layer_configs(text, packable):
+            _validate_model(layer_config, self.quantization)
         exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
         if not packable or len(exact) == len(packable):
             raise ValueError(
@@ -146,25 +148,25 @@ class TurboQuantCache(Cache):
         Raises:
             ValueError: a positive number.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding passes a tensor on some releases
+        tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+        if tokens_to_remove < 0 and layers:
+            for layer in layers:
+                layer.flush()
+            before, packed_end, used = layers[0].counters.tolist()
+            length = max(0, before + tokens_to_remove)
+            if length < packed_end:
+                packed_end, used = self.table.crop(length, used)
+            self.table.trim(length)
+            for layer in layers:
+                layer.cut(length, packed_end, used)
         for layer in self.layers:
             if not isinstance(layer, TurboQuantLayer):
                 layer.crop(tokens_to_remove)
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
-        if tokens_to_remove == 0 or not layers:
-            return
-        for layer in layers:
-            layer.flush()
-        before, packed_end, used = layers[0].counters.tolist()
-        length = max(0, before + tokens_to_remove)
-        if length < packed_end:
-            packed_end, used = self.table.crop(length, used)
-        for layer in layers:
-            layer.cut(length, packed_end, used)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
@@ -175,6 +177,8 @@ class TurboQuantCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times; the copies share the packed pages."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
         if self.table.batch_size is not None:
             self._select_rows(torch.arange(self.table.batch_size).repeat_interleave(repeats))
         for layer in self.layers:
@@ -183,8 +187,7 @@ class TurboQuantCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` (int64 indices or a bool mask)."""
-        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select_rows(rows)
+        self._select_rows(indices)
         for layer in self.layers:
             if not isinstance(layer, TurboQuantLayer):
                 layer.batch_select_indices(indices)
@@ -197,12 +200,19 @@ class TurboQuantCache(Cache):
                 "rows of a static TurboQuantCache cannot be reordered, repeated or selected: use a cache without"
                 " max_cache_len for beam search and several return sequences."
             )
+        rows = self.table.batch_size
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool and len(indices) == rows:
+            indices = indices.nonzero().flatten()
+        chosen = [i + rows if i < 0 else i for i in indices.tolist()]
+        if indices.dtype == torch.bool or not chosen or not all(0 <= i < rows for i in chosen):
+            raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
         layers = [layer for layer in self.packed_layers if layer.is_initialized]
         for layer in layers:
             layer.flush()
-        self.table.select_rows(indices.tolist())
+        self.table.select_rows(chosen)
         for layer in layers:
-            layer.select_rows(indices)
+            layer.select_rows(torch.tensor(chosen))
 
     # -- reports -------------------------------------------------------------------------------------------------------
     @property
@@ -221,13 +231,13 @@ class TurboQuantCache(Cache):
         """Raise if something could not be stored as given.
 
         Raises:
-            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero) or a scale
-                beyond fp16 (stored saturated).
+            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero), or a number
+                beyond its stored format (a scale beyond fp16, an fp8 key beyond 448; stored saturated).
         """
         kinds = (
             (ops.NON_FINITE_KEY, "a non-finite key"),
             (ops.NON_FINITE_VALUE, "a non-finite value"),
-            (ops.SATURATED, "a scale beyond fp16"),
+            (ops.SATURATED, "a number beyond its stored format"),
         )
         found = []
         for i, layer in enumerate(self.layers):
@@ -240,8 +250,8 @@ class TurboQuantCache(Cache):
                     found.append(f"layer {i}, KV heads {heads}: {what}")
         if found:
             raise ValueError(
-                "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, scales"
-                f" are clamped): {'; '.join(found)}. Check the model's dtype and inputs."
+                "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, larger"
+                f" numbers are clamped): {'; '.join(found)}. Check the model's dtype and inputs."
             )
 
     def __repr__(self) -> str:
@@ -251,7 +261,7 @@ class TurboQuantCache(Cache):
         report = self.report()
         return (
             f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers,"
-            f" {report.nbytes / 2**20:.1f} MiB, {report.ratio:.2f} times smaller than bf16)"
+            f" {report.nbytes / 2**20:.1f} MiB where bf16 takes {report.bytes_bf16 / 2**20:.1f})"
         )
 
 
@@ -263,12 +273,18 @@ def _boundary(packable: list[int], layers: int, count: int) -> set[int]:
     return set(packable[:count] + packable[len(packable) - count :])
 
 
-def _validate_model(config: PretrainedConfig, quantization: TurboQuantConfig) -> None:
+def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:
+    """The configs of these layers, where a model's layers differ; else the one config."""
+    per_layer = getattr(config, "per_layer_config", None)
+    return [per_layer[i] for i in layers] if per_layer else [config]
+
+
+def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
     """Refuse at construction what would fail at the first token."""
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
-            f"model type {config.model_type!r} caches latents (multi-head latent attention, kv_lora_rank="
-            f"{config.kv_lora_rank}), which have no packed layout: use transformers' DynamicCache."
+            f"this model caches latents (multi-head latent attention, kv_lora_rank={config.kv_lora_rank}), which have no"
+            " packed layout: use transformers' DynamicCache."
         )
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     dim = getattr(config, "head_dim", None) or (hidden // heads if isinstance(heads, int) and hidden else None)

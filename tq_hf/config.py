@@ -51,13 +51,15 @@ class TurboQuantConfig:
             fmt, bits = getattr(self, f"{name}_format"), getattr(self, f"{name}_bits")
             if fmt not in widths:
                 raise ValueError(f"{name}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
-            if fmt != "raw" and bits not in widths[fmt]:
+            if fmt != "raw" and (type(bits) is not int or bits not in widths[fmt]):
                 raise ValueError(f"{name}_bits={bits!r} does not fit {name}_format={fmt!r}: expected one of {widths[fmt]}.")
+        if type(self.center_keys) is not bool:
+            raise ValueError(f"center_keys={self.center_keys!r} is not allowed: expected True or False.")
         if self.center_keys and self.key_format != "lloyd_max":
             raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
         if self.codebook not in CODEBOOKS:
             raise ValueError(f"codebook={self.codebook!r} is unknown: expected one of {CODEBOOKS}.")
-        if self.page_size not in PAGE_SIZES:
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
         for name in ("recent_window", "sink_tokens", "boundary_layers"):
             value = getattr(self, name)
@@ -65,18 +67,22 @@ class TurboQuantConfig:
                 raise ValueError(f"{name}={value!r} is not allowed: expected an integer of at least 0.")
 
     @classmethod
-    def from_preset(cls, preset: str, **overrides: Any) -> TurboQuantConfig:
-        """The preset of that name, with fields replaced by `overrides`.
+    def from_preset(cls, preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
+        """The preset of that name (or a config), with fields replaced by `overrides`.
 
         Raises:
             ValueError: an unknown preset or field, listing the known ones.
         """
-        if preset not in PRESETS:
+        if isinstance(preset, TurboQuantConfig):
+            base = preset
+        elif isinstance(preset, str) and preset in PRESETS:
+            base = PRESETS[preset]
+        else:
             raise ValueError(f"preset={preset!r} is unknown: expected one of {sorted(PRESETS)}.")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(overrides) - set(known)):
             raise ValueError(f"unknown option {', '.join(unknown)}: expected one of {known}.")
-        return replace(PRESETS[preset], **overrides)
+        return replace(base, **overrides)
 
     def layout(self, key_dim: int, value_dim: int, dtype: torch.dtype) -> PageLayout:
         """The page layout for one layer's head dimensions and the model's dtype.

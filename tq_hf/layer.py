@@ -47,7 +47,7 @@ class TurboQuantLayer(CacheLayerMixin):
         config: how keys and values are stored.
         table: the block table that all packed layers of the cache share.
         preset: name for reports.
-        guards_capacity: check a static cache's limit here (one layer of the cache does it for all).
+        guards_capacity: check a static cache's length here (one layer of the cache does it for all).
 
     The tensors are made at the first `update`, from the shapes, dtype and device of its states.
     """
@@ -139,10 +139,15 @@ class TurboQuantLayer(CacheLayerMixin):
             RuntimeError: the static capacity is exceeded.
         """
         self.flush()
+        device = key_states.device.type
+        if torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
+            dtype = torch.get_autocast_dtype(device)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         self._validate(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._check_capacity(key_states.shape[2])
+        if self.guards_capacity:
+            self._check_capacity(key_states.shape[2])
         self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
         return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
 
@@ -154,12 +159,15 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
             raise ValueError(f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}.")
+        if value.device != key.device:
+            raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
         rows = self.table.batch_size
         if rows is not None and key.shape[0] != rows:
-            raise ValueError(
-                f"batch size {key.shape[0]} does not match the {rows} rows this cache holds: call cache.reset(), or"
-                " cache.batch_repeat_interleave / batch_select_indices to change it."
-            )
+            remedy = "make a new cache" if self.table.is_static else "call cache.reset() or batch_select_indices()"
+            raise ValueError(f"batch size {key.shape[0]} does not match the {rows} rows this cache holds: {remedy}.")
+        limit = self.table.max_cache_len
+        if limit is not None and key.shape[2] > limit:
+            raise RuntimeError(_over_capacity(limit))
         if not self.is_initialized:
             self.config.layout(key.shape[-1], value.shape[-1], key.dtype)  # raises where there is no layout
             return
@@ -173,16 +181,9 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _check_capacity(self, new: int) -> None:
         limit = self.table.max_cache_len
-        if limit is None or not self.guards_capacity:
-            return
-        message = (
-            f"more tokens than max_cache_len={limit}: make the TurboQuantCache with a larger max_cache_len, or without"
-            " one to let it grow"
-        )
-        if new > limit:
-            raise RuntimeError(f"{new} tokens are {message}.")
-        # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
-        torch._assert_async(self.counters[0] + new <= limit, message)
+        if limit is not None:
+            # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
+            torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
 
     def visible_length(self, step: Step) -> int:
         """Key positions that `step`'s handles show."""
@@ -236,6 +237,7 @@ class TurboQuantLayer(CacheLayerMixin):
         Returns:
             [B, q, Hq, Dv] in the query's dtype.
         """
+        self._require_newest(step)
         key, value = step.key, step.value
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             key, value = key[:, :, :0], value[:, :, :0]
@@ -252,7 +254,7 @@ class TurboQuantLayer(CacheLayerMixin):
             causal,
             len(self.table.spans),
         )
-        return ops.InferenceOnly.apply(query, out) if torch.is_grad_enabled() and query.requires_grad else out
+        return ops.inference_only(out, query, step.key, step.value)
 
     def commit(self, step: Step, keep: Tensor | None) -> None:
         """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
@@ -263,7 +265,8 @@ class TurboQuantLayer(CacheLayerMixin):
         if step.committed:
             return
         new = step.key.shape[2]
-        if keep is not None and (new > 1 or step.is_first):
+        starts = new > 1 or step.is_first or (not self.table.is_static and self.table.is_padding_only(step.start))
+        if keep is not None and starts:
             self.table.note_padding(keep, self.counters[0] if self.table.is_static else step.start, new)
         if self.table.is_static:
             most_due = (new + self.config.page_size - 1) // self.config.page_size
@@ -287,6 +290,36 @@ class TurboQuantLayer(CacheLayerMixin):
         self.is_empty = False
         self.pending = None
 
+    def require_mask(self, step: Step, query: Tensor, mask: Tensor | None) -> None:
+        """Refuse a mask that does not fit [B or 1, 1, q or 1, length], and forget the step.
+
+        Raises:
+            ValueError: naming both shapes.
+        """
+        if mask is None:
+            return
+        batch, _, queries, _ = query.shape
+        shape, length = tuple(mask.shape), self.visible_length(step)
+        if shape[0] in (1, batch) and shape[1] == 1 and shape[2] in (1, queries) and shape[3] == length:
+            return
+        self.drop(step)
+        raise ValueError(
+            f"attention mask of shape {shape} does not fit {batch} rows with {queries} queries over {length} cached and"
+            f" new tokens: expected ({batch} or 1, 1, {queries} or 1, {length})."
+        )
+
+    def drop(self, step: Step) -> None:
+        """Forget tokens that attention refused, as if `update` had not been called."""
+        if self.pending is step:
+            self.pending = None
+
+    def _require_newest(self, step: Step) -> None:
+        if step.committed and not self.table.is_static and self.length != step.start + step.key.shape[2]:
+            raise RuntimeError(
+                f"these keys and values show the cache at {step.start + step.key.shape[2]} tokens, and it holds"
+                f" {self.length} by now: use what the newest cache.update() returned."
+            )
+
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
         if self.pending is not None:
@@ -295,11 +328,13 @@ class TurboQuantLayer(CacheLayerMixin):
     def dense(self, step: Step) -> tuple[Tensor, Tensor]:
         """Keys and values as tensors [B, H, length, D / Dv]: history dequantized, the step's own tokens exact."""
         if step.dense is None:
+            self._require_newest(step)
             self.table.note_dense_read()
             if step.is_first and not self.table.is_static:
                 step.dense = (step.key, step.value)
             else:
-                step.dense = self._gather(step)
+                key, value = self._gather(step)
+                step.dense = (ops.inference_only(key, step.key), ops.inference_only(value, step.value))
             self.commit(step, keep=None)
         return step.dense
 
@@ -351,6 +386,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.is_empty = length == 0
         self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32))
 
+    @torch.inference_mode(False)
     def select_rows(self, indices: Tensor) -> None:
         """Copy the exact parts of rows; their pages moved in the table."""
         index = indices.to(self.device)
@@ -381,3 +417,10 @@ def _rows(states: Tensor) -> Tensor:
     """States as the ops want them: no gradient, each vector contiguous."""
     states = states.detach()
     return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _over_capacity(limit: int) -> str:
+    return (
+        f"more tokens than max_cache_len={limit}: make the TurboQuantCache with a larger max_cache_len, or without one to"
+        " let it grow."
+    )

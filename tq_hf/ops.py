@@ -105,18 +105,28 @@ gather = torch.ops.tq_hf.gather
 
 
 class InferenceOnly(torch.autograd.Function):
-    """Ties an attention output to its query, so that a backward pass fails instead of missing the gradient."""
+    """Ties a result to what it came from, so that a backward pass fails instead of missing the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
+    def forward(ctx: Any, source: Tensor, out: Tensor) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            "TurboQuantCache is for inference: no gradient flows through packed keys and values. Run the model under"
-            " torch.no_grad(), or train with transformers' DynamicCache."
+            "TurboQuantCache and attn_implementation='turboquant' are for inference: no gradient flows through packed keys"
+            " and values. Run the model under torch.no_grad(), or train with transformers' DynamicCache and 'sdpa' or"
+            " 'eager' attention."
         )
+
+
+def inference_only(out: Tensor, *sources: Tensor) -> Tensor:
+    """`out`, from which a backward pass to any of `sources` that wants a gradient fails."""
+    if torch.is_grad_enabled():
+        for source in sources:
+            if source.requires_grad:
+                return InferenceOnly.apply(source, out)
+    return out
 
 
 def attend_exact(
@@ -146,10 +156,10 @@ def attend_exact(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=key.device)
 
-    return attend(
-        query,
-        key,
-        value,
+    out = attend(
+        query.detach(),
+        key.detach(),
+        value.detach(),
         zeros(0, heads, layout.page_words),
         key.new_empty(batch, heads, 1, key_dim),
         value.new_empty(batch, heads, 1, value.shape[-1]),
@@ -167,3 +177,4 @@ def attend_exact(
         causal,
         0,
     )
+    return inference_only(out, query, key, value)

@@ -121,25 +121,23 @@ class PackedKV:
             return scaled_dot_product_attention(*args, **kwargs)
         return func(*(densify(a) for a in args), **{name: densify(a) for name, a in kwargs.items()})
 
-    # Operators that Python looks up on the type, where __getattr__ has no say.
-    def __matmul__(self, other: Any) -> Tensor:
-        return self.dense() @ other
-
-    def __rmatmul__(self, other: Any) -> Tensor:
-        return other @ self.dense()
-
-    def __mul__(self, other: Any) -> Tensor:
-        return self.dense() * other
-
-    __rmul__ = __mul__
-
-    def __add__(self, other: Any) -> Tensor:
-        return self.dense() + other
-
-    __radd__ = __add__
-
     def __len__(self) -> int:
         return self.shape[0]
+
+
+def _operator(name: str) -> Any:
+    def apply(handle: PackedKV, *others: Any) -> Any:
+        return getattr(handle.dense(), name)(*(densify(other) for other in others))
+
+    return apply
+
+
+# Python looks operators up on the type, where __getattr__ has no say.
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(PackedKV, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in ("neg", "abs"):
+    setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class _HeadRepeat:
@@ -149,17 +147,33 @@ class _HeadRepeat:
         self._handle = handle
         self._repeats = repeats
 
-    def expand(self, *sizes: int) -> _HeadRepeat:
-        return _HeadRepeat(self._handle, sizes[2])
+    def expand(self, *sizes: Any) -> Any:
+        batch, heads, length, dim = self._handle.shape
+        wanted = sizes[0] if len(sizes) == 1 else sizes
+        if len(wanted) == 5 and (*wanted[:2], *wanted[3:]) == (batch, heads, length, dim):
+            return _HeadRepeat(self._handle, wanted[2])
+        return self._dense().expand(*sizes)
 
-    def reshape(self, *sizes: int) -> PackedKV:
-        return PackedKV(self._handle.step, self._handle.is_key, self._handle.repeats * self._repeats)
+    def reshape(self, *sizes: Any) -> Any:
+        batch, heads, length, dim = self._handle.shape
+        wanted = sizes[0] if len(sizes) == 1 else sizes
+        if tuple(wanted) == (batch, heads * self._repeats, length, dim):
+            return PackedKV(self._handle.step, self._handle.is_key, self._handle.repeats * self._repeats)
+        return self._dense().reshape(*sizes)
+
+    def _dense(self) -> Tensor:
+        return self._handle.dense()[:, :, None, :, :].expand(-1, -1, self._repeats, -1, -1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        dense = self._handle.dense()[:, :, None, :, :]
-        return getattr(dense.expand(-1, -1, self._repeats, -1, -1), name)
+        return getattr(self._dense(), name)
+
+
+def are_pair(key: Any, value: Any) -> bool:
+    """Whether these are the key's and the value's handle of one update."""
+    handles = isinstance(key, PackedKV) and isinstance(value, PackedKV)
+    return handles and key.step is value.step and key.is_key and not value.is_key
 
 
 def densify(value: Any) -> Any:
@@ -172,8 +186,11 @@ def densify(value: Any) -> Any:
 
 
 def kept_positions(mask: Tensor | None, batch_size: int) -> Tensor | None:
-    """Which positions of each row are not padding, [B, kv]: what the newest query may see."""
-    return None if mask is None else mask[:, 0, -1].expand(batch_size, -1)
+    """Which positions of each row are not padding, [B, kv]: those that some query may see."""
+    if mask is None:
+        return None
+    seen = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].any(1)
+    return seen.expand(batch_size, -1)
 
 
 def scaled_dot_product_attention(
@@ -191,13 +208,14 @@ def scaled_dot_product_attention(
     Its masks are complete by torch's contract, and `is_causal` aligns the first query with the first key, which is only
     meaningful for a first prompt.
     """
-    packed = isinstance(key, PackedKV) and isinstance(value, PackedKV) and key.step is value.step
+    packed = are_pair(key, value)
     readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
     if packed and readable and dropout_p == 0.0:
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
         step, layer = key.step, key.step.layer
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        layer.require_mask(step, query, attn_mask)
         if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
             raw_key, raw_value = step.key, step.value
             out = F.scaled_dot_product_attention(

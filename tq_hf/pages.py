@@ -146,7 +146,7 @@ class BlockTable:
                 start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)
             ]
             for device_table in self._devices.values():
-                device_table.row_start.copy_(torch.tensor(self.row_starts, dtype=torch.int32))
+                device_table.row_start.copy_(_int32(self.row_starts))
 
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
@@ -163,6 +163,17 @@ class BlockTable:
             for device_table in self._devices.values():
                 device_table.write(self, first_new)
 
+    def trim(self, length: int) -> None:
+        """Forget row starts beyond `length`: such rows have nothing but padding left, and start anew."""
+        self._padding_noted = -1
+        self.row_starts = [min(start, length) for start in self.row_starts]
+        for device_table in self._devices.values():
+            device_table.row_start.clamp_(max=length)
+
+    def is_padding_only(self, length: int) -> bool:
+        """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
+        return any(start >= length for start in self.row_starts)
+
     def crop(self, length: int, used: int) -> tuple[int, int]:
         """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
 
@@ -176,8 +187,6 @@ class BlockTable:
         Raises:
             RuntimeError: a static table has been cropped into its pages more often than it has spare entries.
         """
-        self._padding_noted = -1
-        self.row_starts = [min(start, length) for start in self.row_starts]
         kept = [(start, min(count, length - start)) for start, count in self.spans[:used] if start < length]
         end = sum(kept[-1]) if kept else self.sink_tokens
         if self.max_cache_len is not None:
@@ -190,7 +199,7 @@ class BlockTable:
                 )
             self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
             for device_table in self._devices.values():
-                device_table.restore(self)
+                device_table.write_spans(self)
             return end, len(kept)
         for row in self.rows or []:
             self.pages.release(row[len(kept) :])
@@ -204,7 +213,8 @@ class BlockTable:
         self.row_starts = [0] * len(self.row_starts)
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
         for device_table in self._devices.values():
-            device_table.restore(self)
+            device_table.write_spans(self)
+            device_table.row_start.zero_()
 
     def note_dense_read(self) -> None:
         """Say once a cache that some attention function reads dequantized copies, and how to avoid it."""
@@ -269,7 +279,7 @@ class DeviceTable:
         room = entries if table.is_static else max(16, 1 << max(0, entries - 1).bit_length())
         self.page_ids = torch.full((len(table.rows), room), NO_PAGE, dtype=torch.int32, device=self.device)
         self.entries = torch.zeros((room, 2), dtype=torch.int32, device=self.device)
-        self.row_start = torch.tensor(table.row_starts, dtype=torch.int32, device=self.device)
+        self.row_start = _int32(table.row_starts).to(self.device)
         self.write(table, 0)
 
     def write(self, table: BlockTable, first: int) -> None:
@@ -280,11 +290,14 @@ class DeviceTable:
             self.rebuild(table)
             return
         if last > first:
-            ids = torch.tensor([row[first:] for row in table.rows], dtype=torch.int32)
-            self.page_ids[:, first:last].copy_(ids)
-            self.entries[first:last].copy_(torch.tensor(table.spans[first:], dtype=torch.int32))
+            self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
+            self.entries[first:last].copy_(_int32(table.spans[first:]))
 
-    def restore(self, table: BlockTable) -> None:
-        """Write spans and row starts in place, for a table whose addresses must not move."""
-        self.entries.copy_(torch.tensor(table.spans, dtype=torch.int32))
-        self.row_start.copy_(torch.tensor(table.row_starts, dtype=torch.int32))
+    def write_spans(self, table: BlockTable) -> None:
+        """Write all spans in place, for a table whose addresses must not move."""
+        self.entries.copy_(_int32(table.spans))
+
+
+def _int32(values: Sequence[object]) -> Tensor:
+    """Host numbers as a tensor, whatever default device the caller has set."""
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -26,6 +26,7 @@ from .lanes import (
 )
 
 FP16_MAX = tl.constexpr(65504.0)
+FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def quantize(u, p_cells, HALF: tl.constexpr):
 @triton.jit
 def e4m3(x):
     """The fp8 e4m3 (fn) code of finite fp32 values: to nearest even, saturating at 448. In integers, for any GPU."""
-    magnitude = tl.minimum(tl.abs(x), 448.0)
+    magnitude = tl.minimum(tl.abs(x), FP8_MAX)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2**-6 the step is 2**-9, which is the last bit of numbers next to 2**14: the addition rounds.
@@ -166,7 +167,7 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
     EXACT says that x, scaled by a power of two, is exact in fp16.
 
     Returns:
-        Whether each token's metadata saturated fp16, [32].
+        Whether each token's metadata saturated fp16, or one of its coordinates fp8, [32].
     """
     CHUNKS: tl.constexpr = PADDED // 32
     token = tl.arange(0, 32)
@@ -210,6 +211,8 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
             origin = minimum.to(tl.float32)[:, None]
             divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
+        elif FORMAT == "fp8":
+            saturated = tl.max(tl.abs(x), 1) > FP8_MAX
         else:
             saturated = token < 0
         for c in range(CHUNKS):
@@ -262,7 +265,7 @@ def pack_pages(
     slots = window + PAGE
     tile = start + i_group * 32
     keep_row = i_b.to(tl.int64) * stride_keep
-    real = real_tokens(tile, first, p_keep, keep_row)
+    real = real_tokens(tile, first, None, keep_row)  # what the mask hides now, a later one may show: it is stored
     if i_part % 2 == 0:
         key_rows = token_rows(tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM)
         if CENTER_KEYS:

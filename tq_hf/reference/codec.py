@@ -44,15 +44,18 @@ class PageContent:
     value_min: Tensor | None = None
 
 
-def encode_page(key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout) -> tuple[Tensor, Tensor]:
+def encode_page(
+    key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout, averaged: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Pack whole pages.
 
     Args:
         key: `[..., P, key_dim]` in the model's dtype, P the page size.
         value: `[..., P, value_dim]`.
-        valid: bool, broadcastable to `[..., P]`: tokens that count. The others are stored as zero vectors and do not
+        valid: bool, broadcastable to `[..., P]`: tokens to store. The others are stored as zero vectors and do not
             enter the mean; so are vectors with a non-finite coordinate, each for itself.
         layout: the format.
+        averaged: bool like `valid`: tokens that enter the mean if they are valid; None: all.
 
     Returns:
         words int32 `[..., page_words]` and flags int32 `[...]` (`BAD_KEY`, `BAD_VALUE`, `SATURATED`).
@@ -64,8 +67,9 @@ def encode_page(key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout) -
 
     header: list[Tensor] = []
     if layout.center_keys:
-        counted = (valid & finite_key).unsqueeze(-1)
-        key, mean = _center(key.float(), counted)
+        stored = (valid & finite_key).unsqueeze(-1)
+        counted = stored if averaged is None else stored & averaged.unsqueeze(-1)
+        key, mean = _center(key.float(), stored, counted)
         header.append(pad(mean, (0, 2 * layout.header_words - layout.key_dim)).view(torch.int32))
 
     key_codes, key_fields, key_full = _encode_keys(key, layout)
@@ -143,7 +147,7 @@ def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor],
     if layout.key_format == "fp8":
         # torch's cast gives NaN beyond the largest number.
         code = key.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-        return pad(code, extra), [], None
+        return pad(code, extra), [], (key.float().abs() > FP8_MAX).any(-1)
     return pad(_bits(key, layout.key_bits), extra), [], None
 
 
@@ -157,19 +161,19 @@ def _encode_values(value: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tens
     return pad(_bits(value, layout.value_bits), extra), [], None
 
 
-def _center(key: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys less their mean, where counted, and the mean as fp16 `[..., key_dim]`."""
+def _center(key: Tensor, stored: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys less the mean of the counted ones, where stored, and the mean as fp16 `[..., key_dim]`."""
     share = counted.sum(-2, keepdim=True).clamp_min(1).float()
     # Dividing first keeps the sum finite; the rounded mean is what reading adds back, so its rounding cancels.
-    mean = (key / share).sum(-2, keepdim=True).clamp(-FP16_MAX, FP16_MAX).half()
-    return (key - mean.float()).masked_fill(~counted, 0), mean.squeeze(-2)
+    mean = (key.masked_fill(~counted, 0) / share).sum(-2, keepdim=True).clamp(-FP16_MAX, FP16_MAX).half()
+    return (key - mean.float()).masked_fill(~stored, 0), mean.squeeze(-2)
 
 
 def _lloyd_max(vector: Tensor, bits: int, dim: int, codebook: str) -> tuple[Tensor, list[Tensor], Tensor]:
     """Rotate, scale to unit variance a coordinate, take the nearest level; the scale restores the vector's norm."""
     vector = vector.float()
     norm = torch.linalg.vector_norm(vector, dim=-1)
-    unit = rotate(vector, dim) * (math.sqrt(dim) / norm.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
+    unit = rotate(vector, dim) * (math.sqrt(dim) / norm.clamp_min(1e-30)).unsqueeze(-1)  # finite for a zero vector
     codes = torch.zeros_like(unit, dtype=torch.uint8)
     for edge in boundaries(bits, dim, codebook).tolist():
         codes += (unit >= edge).view(torch.uint8)

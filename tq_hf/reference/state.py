@@ -78,7 +78,8 @@ def commit(
     """Append tokens: pack the pages that are due, keep the newest tokens and the sinks exact. In place.
 
     A page is due when all its tokens are older than `recent_window`; it takes its tokens from the ring and from `key`
-    and `value`. Tokens before `row_start + S`, and those that `keep` leaves out, are stored as zero vectors.
+    and `value`. Tokens before `row_start + S` are stored as zero vectors. Those that `keep` leaves out do not enter their
+    page's mean, but are stored: a mask may hide now what a later one shows.
 
     Args:
         key, value: `[B, H, n, D]` and `[B, H, n, Dv]`, the tokens at positions length to length + n - 1.
@@ -104,13 +105,15 @@ def commit(
             start = packed_end + i * page.page_size
             end = start + count * page.page_size
             valid = torch.arange(start, end, dtype=torch.int64, device=key.device) >= first_packed.unsqueeze(1)
+            averaged = None
             if keep is not None:
-                valid &= keep[:, start:end] != 0
+                averaged = (keep[:, start:end] != 0).unflatten(1, (count, page.page_size)).unsqueeze(1)
             words, raised = encode_page(
                 _tokens(ring_key, key, length, start, end).unflatten(2, (count, page.page_size)),
                 _tokens(ring_value, value, length, start, end).unflatten(2, (count, page.page_size)),
                 valid.unflatten(1, (count, page.page_size)).unsqueeze(1),
                 page,
+                averaged,
             )
             ids = page_ids[:, n_entries + i : n_entries + i + count]
             stored = ids >= 0
