@@ -189,7 +189,8 @@ class TestCommit:
         keep = torch.ones(1, 256, dtype=torch.uint8)
         keep[0, 20:30] = 0
         state.commit(key, value, keep)
-        header = state.tensors["pool"][state.tensors["page_ids"][0, 0], :, : state.page.header_words].contiguous().view(torch.float16)
+        page = state.tensors["pool"][state.tensors["page_ids"][0, 0]]
+        header = page[:, : state.page.header_words].contiguous().view(torch.float16)
         seen = [p for p in range(4, 68) if not 20 <= p < 30]
         mean = key[0, :, seen].mean(1)
         torch.testing.assert_close(header[:, : mean.shape[-1]].float(), mean, rtol=2**-10, atol=1e-4)
