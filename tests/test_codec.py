@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tq_hf.config import PRESETS, TurboQuantConfig
-from tq_hf.layout import PageLayout, lane_word_offset
-from tq_hf.reference.codec import BAD_KEY, BAD_VALUE, SATURATED, decode_page, encode_page, unpack_page
+from tq_hf.layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout, lane_word_offset
+from tq_hf.reference.codec import decode_page, encode_page, unpack_page
 
 GAUSSIAN_DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
 PRESET_NAMES = list(PRESETS)
@@ -154,7 +154,7 @@ class TestEdges:
         key, value = vectors(3, 64, 64), vectors(3, 64, 64, seed=1)
         key[1, 5, 3], key[1, 6, 0], value[2, 7, 9] = math.nan, math.inf, -math.inf
         got_key, got_value, words, flags = through(key, value, layout)
-        assert flags.tolist() == [0, BAD_KEY, BAD_VALUE]
+        assert flags.tolist() == [0, NON_FINITE_KEY, NON_FINITE_VALUE]
         assert not got_value[2, 7].any()
         # The same page without these tokens: the same bytes.
         without = everything(3, 64)
@@ -163,7 +163,7 @@ class TestEdges:
         blank[1, 5:7] = 0
         _, _, expected, none = through(key, blank, layout, without)
         assert torch.equal(decode_page(expected, layout, key.dtype)[0][1], got_key[1])
-        assert none.tolist() == [0, 0, BAD_VALUE]
+        assert none.tolist() == [0, 0, NON_FINITE_VALUE]
         assert torch.equal(expected[0], words[0])
         mean = key[1, [t for t in range(64) if t not in (5, 6)]].mean(0).half().float()
         expected_key = mean if layout.center_keys else torch.zeros(64)

@@ -190,25 +190,23 @@ def test_more_tokens_than_a_static_cache_holds_is_an_error() -> None:
         generate(model, prompt(1, 60), TurboQuantCache(model.config, max_cache_len=64))
 
 
-def test_other_attention_functions_are_noted_once() -> None:
+def test_other_attention_functions_are_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model()
     model.set_attn_implementation("eager")
     cache = TurboQuantCache(model.config, **SMALL)
-    with pytest.warns(UserWarning, match="attn_implementation='turboquant'") as caught:
-        model(prompt(1, 60), past_key_values=cache)
-        model(prompt(1, 1), past_key_values=cache)
-    assert sum("packed pages" in str(w.message) for w in caught) == 1
+    model(prompt(1, 60), past_key_values=cache)
+    model(prompt(1, 1), past_key_values=cache)
+    assert caplog.text.count("attn_implementation='turboquant'") == 1
 
 
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
-def test_no_note_where_pages_are_read(attention: str) -> None:
+def test_no_note_where_pages_are_read(attention: str, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model()
     model.set_attn_implementation(attention)
     ids, mask = left_padded(2, 80, [0, 20])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        generate(model, ids, TurboQuantCache(model.config, **SMALL), mask)
-        generate(model, ids, TurboQuantCache(model.config, **SMALL, max_cache_len=128), mask)
+    generate(model, ids, TurboQuantCache(model.config, **SMALL), mask)
+    generate(model, ids, TurboQuantCache(model.config, **SMALL, max_cache_len=128), mask)
+    assert "packed pages" not in caplog.text
 
 
 @pytest.mark.parametrize("kwarg", ["indices", "head_mask"])
@@ -329,17 +327,20 @@ def test_rows_start_where_their_tokens_start_even_in_chunks_of_one() -> None:
 
 
 def test_missing_attention_weights_are_noted(caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
     model = tiny_model()
     model.set_attn_implementation("turboquant")
-    logging.getLogger("transformers").propagate = True
-    try:
-        with caplog.at_level("WARNING"):
-            model(prompt(1, 5), output_attentions=True)
-    finally:
-        logging.getLogger("transformers").propagate = False
+    model(prompt(1, 5), output_attentions=True)
     assert "no attention weights" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 2, 40), (3, 1, 1, 40)])
+def test_masks_of_plain_tensors_must_fit_too(shape: tuple[int, ...]) -> None:
+    from tq_hf.attention import turboquant_attention
+
+    query, key = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 40, 16)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match="does not fit 1 rows with 1 queries over 40 keys"):
+        turboquant_attention(torch.nn.Module(), query, key, key, mask, softcap=5.0)
 
 
 def test_turboquant_attention_without_our_cache_is_plain_attention() -> None:

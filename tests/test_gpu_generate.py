@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,31 @@ def test_a_real_model_generates_what_the_cpu_reference_generates(
     model = AutoModelForCausalLM.from_pretrained(embedded_folder, dtype=torch.float32, attn_implementation=attention)
     ours = run(model.eval().cuda(), embedded_folder, preset)
     assert_same_until_a_close_call(ours, on_cpu(embedded_folder, preset), gap=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_the_first_attention_of_a_process_may_be_captured(attention: str) -> None:
+    """What kernels keep between calls must not live in a graph's memory pool."""
+    from tq_hf.kernels import dequant
+
+    attend = importlib.import_module("tq_hf.kernels.attend")
+    dequant.level_tables.cache_clear()
+    attend._signs.cache_clear()
+    model = tiny_model().to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention)
+    ids = prompt(1, 200).cuda()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    static = generate(model, ids, TurboQuantCache(model.config, max_cache_len=240))
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    noise = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]  # would land in memory that a graph gave back
+    scored = {"output_logits": True, "return_dict_in_generate": True}
+    dynamic = generate(model, ids, TurboQuantCache(model.config), **scored)
+    differ = (static[0, 200:] != dynamic.sequences[0, 200:]).nonzero()
+    if len(differ):
+        top2 = dynamic.logits[int(differ[0])][0].float().topk(2).values
+        assert top2[0] - top2[1] < 0.02 * top2[0].abs()
+    assert all((x == 7).all() for x in noise)
 
 
 @pytest.mark.network

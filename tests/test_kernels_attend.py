@@ -61,7 +61,8 @@ class Case:
     heads: int = 1
     row_start: tuple[int, ...] = ()
     mask: str = ""
-    """"row": hides tokens of each row; "query": hides other ones from each query; "shared": one row for the batch."""
+    """"row": hides tokens of each row; "query": hides other ones from each query; "shared": one row for the batch;
+    "strided": as "query", every other element of a larger mask."""
     aux_sinks: bool = False
     softcap: float = 0.0
     causal: bool = True
@@ -137,8 +138,11 @@ def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[
 def make_mask(case: Case, total: int, device: str) -> Tensor | None:
     if not case.mask:
         return None
-    shape = {"row": (case.rows, 1, 1), "query": (case.rows, 1, case.queries), "shared": (1, 1, case.queries)}[case.mask]
+    per_query = (case.rows, 1, case.queries)
+    shape = {"row": (case.rows, 1, 1), "shared": (1, 1, case.queries)}.get(case.mask, per_query)
     random = torch.Generator(device).manual_seed(1)
+    if case.mask == "strided":
+        return (torch.rand((*shape, 2 * total), generator=random, device=device) > 0.3)[..., ::2]
     # Wider than needed and cut, so that its strides are not those of its shape.
     return (torch.rand((*shape, total + 5), generator=random, device=device) > 0.3)[..., : total + 1]
 
@@ -208,6 +212,8 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(rows=2, row_start=(0, 40), queries=2, mask="row", aux_sinks=True),
         Case(rows=2, row_start=(50, 3), softcap=5.0, heads=2, group=2),
         Case(rows=2, row_start=(78, 0)),  # nothing but the new token
+        Case(rows=2, row_start=(70, 0)),  # sinks that the ring holds as well
+        Case(queries=2, mask="strided"),
         Case(queries=3, mask="query", softcap=5.0),
         Case(queries=3, rows=2, mask="shared", aux_sinks=True, new=3),
         Case(queries=4, new=1),  # the first queries do not see the end of the history
@@ -305,6 +311,7 @@ def test_other_formats(case: Case) -> None:
         Case(rows=2, row_start=(501, 0), mask="row"),
         Case(queries=1, mask="row", softcap=5.0),
         Case(queries=7, mask="query"),
+        Case(queries=7, mask="strided"),
         Case(queries=7, rows=2, mask="shared", aux_sinks=True),
         Case(queries=7, mask="query", new=1, softcap=5.0),
         Case(queries=20, new=0, causal=False),

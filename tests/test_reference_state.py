@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.reference import attend, commit, gather
-from tq_hf.reference.codec import BAD_KEY, BAD_VALUE, encode_page
+from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
 
 PRESET_NAMES = list(PRESETS)
 
@@ -204,9 +204,9 @@ class TestCommit:
         key, value = state.tokens(300)
         key[1, 2, 80, 0], value[0, 0, 150, 3] = math.inf, math.nan
         state.commit(key, value)
-        assert state.flags.tolist() == [BAD_VALUE, 0, BAD_KEY]
+        assert state.flags.tolist() == [NON_FINITE_VALUE, 0, NON_FINITE_KEY]
         state.commit(*state.tokens(64, seed=1))
-        assert state.flags.tolist() == [BAD_VALUE, 0, BAD_KEY]  # they stay
+        assert state.flags.tolist() == [NON_FINITE_VALUE, 0, NON_FINITE_KEY]  # they stay
         _, got = state.gather()
         assert not got[0, 0, 150].any() and got.isfinite().all()
 

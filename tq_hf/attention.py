@@ -114,6 +114,8 @@ def turboquant_attention(
             )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    if not scaling > 0:
+        raise ValueError(f"scaling={scaling} is not supported by attn_implementation='turboquant': expected a positive one.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if kwargs.get("output_attentions"):

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
-from . import ops
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .layer import LayerReport, TurboQuantLayer
+from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
 from .pages import BlockTable
 
@@ -24,6 +24,8 @@ from .pages import BlockTable
 @dataclass(frozen=True)
 class CacheReport:
     """What a cache holds, layer by layer, counted from its real tensors. `str()` gives a Markdown table.
+
+    A static cache counts all that it has preallocated, however few tokens it holds yet.
 
     Attributes:
         preset: name of the preset.
@@ -70,6 +72,9 @@ class CacheReport:
 class TurboQuantCache(Cache):
     """Keys and values at 2 to 4 bits in pages that attention reads directly.
 
+        cache = TurboQuantCache(model.config, preset="tq4")
+        model.generate(**inputs, past_key_values=cache)
+
     Layers with full attention are packed; a layer of another kind (sliding window, linear attention, ...) keeps
     transformers' own class, and boundary layers of presets that ask for them keep the model's dtype in the same pages.
 
@@ -81,8 +86,8 @@ class TurboQuantCache(Cache):
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
-        ValueError: an unknown preset or field, a value out of range, a head_dim without a packed layout, or a model
-            none of whose layers can be packed.
+        ValueError: an unknown preset or field, a value out of range, a head_dim without a packed layout, a model
+            that caches latents, or one none of whose layers can be packed.
 
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
@@ -100,19 +105,19 @@ class TurboQuantCache(Cache):
         self.quantization = TurboQuantConfig.from_preset(preset, **overrides)
         self.preset = preset if isinstance(preset, str) else "custom"
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
-            raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a number of tokens, or None.")
+            raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         text = config.get_text_config(decoder=True)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
         for layer_config in _layer_configs(text, packable):
             _validate_model(layer_config, self.quantization)
-        exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
-        if not packable or len(exact) == len(packable):
+        if not packable:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in stock.layers}))
             raise ValueError(
-                f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (full-attention"
-                f" layers: {len(packable)}, boundary layers kept exact: {len(exact)}): use transformers' own cache"
-                " classes, or fewer boundary_layers."
+                f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (transformers"
+                f" caches them as {kinds}): use transformers' own cache classes."
             )
+        exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
         settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False)
@@ -235,9 +240,9 @@ class TurboQuantCache(Cache):
                 beyond its stored format (a scale beyond fp16, an fp8 key beyond 448; stored saturated).
         """
         kinds = (
-            (ops.NON_FINITE_KEY, "a non-finite key"),
-            (ops.NON_FINITE_VALUE, "a non-finite value"),
-            (ops.SATURATED, "a number beyond its stored format"),
+            (NON_FINITE_KEY, "a non-finite key"),
+            (NON_FINITE_VALUE, "a non-finite value"),
+            (SATURATED, "a number beyond its stored format"),
         )
         found = []
         for i, layer in enumerate(self.layers):

@@ -78,7 +78,7 @@ class TurboQuantConfig:
         elif isinstance(preset, str) and preset in PRESETS:
             base = PRESETS[preset]
         else:
-            raise ValueError(f"preset={preset!r} is unknown: expected one of {sorted(PRESETS)}.")
+            raise ValueError(f"preset={preset!r} is unknown: expected one of {', '.join(PRESETS)}.")
         known = [f.name for f in fields(cls)]
         if unknown := sorted(set(overrides) - set(known)):
             raise ValueError(f"unknown option {', '.join(unknown)}: expected one of {known}.")

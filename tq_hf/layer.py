@@ -359,12 +359,14 @@ class TurboQuantLayer(CacheLayerMixin):
     def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             "the layers of a TurboQuantCache share one block table: call reset, crop, reorder_cache,"
-            " batch_repeat_interleave or batch_select_indices on the cache, not on a layer (offloading a single layer is"
-            " not supported)."
+            " batch_repeat_interleave or batch_select_indices on the cache, not on a layer."
         )
 
+    def offload(self) -> None:
+        raise RuntimeError("offloading is not supported by TurboQuantCache: its packed pages stay on the device.")
+
+    prefetch = offload
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
-    offload = prefetch = _whole_cache_only
 
     # -- edits that the cache makes on all layers together -------------------------------------------------------------
     def forget(self) -> None:
@@ -409,8 +411,6 @@ class TurboQuantLayer(CacheLayerMixin):
         rows = self.table.batch_size or 0
         per_token = self.kv_heads * (self.key_dim + self.value_dim) * 2
         return LayerReport(layer, kind, packed, rows * length - packed, self.nbytes, rows * length * per_token)
-
-
 
 
 def _rows(states: Tensor) -> Tensor:

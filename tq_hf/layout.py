@@ -43,6 +43,8 @@ LANES = 32
 RUN_CODES = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 PAGE_SIZES = (32, 64, 128, 256)
+# The bits of a layer's `flags`: a vector that was stored as zero, or a number clamped to its stored format.
+NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
 
 class RunOrder(Enum):
@@ -87,12 +89,11 @@ class PageLayout:
     codebook: str
 
     def __post_init__(self) -> None:
-        for name in ("key_dim", "value_dim"):
-            dim = getattr(self, name)
+        for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
             if not (MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM and dim % 2 == 0):
                 raise ValueError(
-                    f"{name}={dim} has no packed layout: expected an even head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}."
-                    " Use transformers' DynamicCache for this model."
+                    f"head_dim={dim} (of the {name}) has no packed layout: expected an even head_dim from {MIN_HEAD_DIM} to"
+                    f" {MAX_HEAD_DIM}. Use transformers' DynamicCache for this model."
                 )
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size={self.page_size} is not allowed: expected one of {PAGE_SIZES}.")

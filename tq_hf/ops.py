@@ -12,7 +12,7 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
 | row_start | int32 [B] | position of each row's first token that is not padding |
 | counters | int32 [3] | tokens committed, first position not in a page, entries in use |
-| flags | int32 [H] | what was stored differently from what was given: `NON_FINITE_KEY`, ... |
+| flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together. Counters live on
 the device: nothing here reads them on the host where that would wait for a GPU.
@@ -30,8 +30,6 @@ from torch import Tensor
 
 from . import reference
 from .layout import PageLayout
-
-NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
 _STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
 _TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
@@ -150,7 +148,14 @@ def attend_exact(
     Returns:
         [B, q, Hq, Dv] in the query's dtype.
     """
-    batch, heads, _, key_dim = key.shape
+    batch, heads, keys, key_dim = key.shape
+    if mask is not None:
+        rows, mask_heads, queries, columns = mask.shape
+        if rows not in (1, batch) or mask_heads != 1 or queries not in (1, query.shape[2]) or columns < keys:
+            raise ValueError(
+                f"attention mask of shape {tuple(mask.shape)} does not fit {batch} rows with {query.shape[2]} queries over"
+                f" {keys} keys: expected ({batch} or 1, 1, {query.shape[2]} or 1, {keys})."
+            )
     layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")
 
     def zeros(*shape: int) -> Tensor:

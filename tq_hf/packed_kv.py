@@ -210,7 +210,7 @@ def scaled_dot_product_attention(
     """
     packed = are_pair(key, value)
     readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
-    if packed and readable and dropout_p == 0.0:
+    if packed and readable and dropout_p == 0.0 and (scale is None or scale > 0):
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
         step, layer = key.step, key.step.layer
         if attn_mask is not None:

@@ -7,11 +7,13 @@ of layer 0 and page 7 of layer 5 hold the same positions of the same row, each i
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 NO_PAGE = -1
 # Spare entries of a static table: each crop that cuts into a page leaves one entry shorter than a page.
@@ -220,11 +222,10 @@ class BlockTable:
         """Say once a cache that some attention function reads dequantized copies, and how to avoid it."""
         if not self.dense_read_noted and not torch.compiler.is_compiling():
             self.dense_read_noted = True
-            warnings.warn(
+            logger.warning(
                 "this model's attention function does not read packed pages: TurboQuantCache hands it a dequantized copy"
                 " of the history at every step (right, but slow and large). Load the model with"
-                " attn_implementation='turboquant', or call model.set_attn_implementation('turboquant').",
-                stacklevel=2,
+                " attn_implementation='turboquant', or call model.set_attn_implementation('turboquant')."
             )
 
     def packed_tokens(self, used: int) -> int:

@@ -168,7 +168,7 @@ def _attend(
     if packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
             p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
-            p_output, p_stats, heads, columns, page_ids.shape[1], sinks, group, query_offset, *mask_strides,
+            p_output, p_stats, heads, columns, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
             None if softcap is None else softcap * 1.4426950408889634,
             L=page_spec(page), COLUMNS=block,
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
@@ -176,7 +176,7 @@ def _attend(
         )  # fmt: skip
     combine_rows = 1 if columns <= 16 else 16
     value_block = triton.next_power_of_2(page.value_dim_padded)
-    combine[(triton.cdiv(columns, combine_rows), rows)](
+    combine[(rows, triton.cdiv(columns, combine_rows))](
         p_output if packed else None, p_stats, p_exact, p_exact_stats,
         _signs(page.value_dim_padded, device) if packed and page.rotates_values else None,
         aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1), WEIGHT.value,
@@ -233,11 +233,20 @@ def _queries_at_once(heads: int, page: PageLayout) -> int:
     return max(64, WORKSPACE // (4 * heads * 2 * (page.value_dim_padded + page.value_dim)))
 
 
+def prepare_tables(page: PageLayout, device: torch.device) -> None:
+    """Make the constants that `attend` takes. Its first call may run inside a CUDA graph's memory pool (a static cache's
+    first prompt does not attend to pages), which must not own what outlives the graph."""
+    level_tables(page, device)
+    for rotates, dim in ((page.rotates_keys, page.key_dim_padded), (page.rotates_values, page.value_dim_padded)):
+        if rotates:
+            _signs(dim, device)
+
+
 @lru_cache(maxsize=None)
 def _signs(dim_padded: int, device: torch.device) -> Tensor:
     """The rotation as bf16 [block, block] of +-1 (exact), zero beyond `dim_padded`; a row is a rotated coordinate."""
     block = triton.next_power_of_2(dim_padded)
-    table = torch.zeros(block, block, dtype=torch.bfloat16)
+    table = torch.zeros(block, block, dtype=torch.bfloat16, device="cpu")
     table[:dim_padded, :dim_padded] = hadamard_signs(dim_padded).to(torch.bfloat16)
     return table.to(device)
 

@@ -72,7 +72,7 @@ def combine(
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (column blocks, B * H); the output is written STEP dimensions at a time.
+    """Grid (B * H, column blocks); the output is written STEP dimensions at a time.
 
     Args:
         p_packed, p_packed_stats: of `packed.attend_packed`, or None.
@@ -82,9 +82,9 @@ def combine(
         p_out: [B, q, heads * group, DIM], the last two contiguous.
         weight_shift: the power of two by which packed weights are scaled.
     """
-    i_bh = tl.program_id(1)
+    i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
-    column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     head = i_h * group + column % group
     inside = column < columns
     p_row = p_out + i_b.to(tl.int64) * stride_ob + (column // group).to(tl.int64) * stride_oq + head * DIM

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..layout import PageLayout
 from .append import launch_advance_counters, launch_append_tokens
+from .attend import prepare_tables
 from .gather import launch_copy_exact, launch_unpack_pages
 from .store import launch_pack_pages
 
@@ -38,7 +39,8 @@ def commit(
 
     Args:
         key, value: [B, H, n, D / Dv] in the model's dtype, any strides but a contiguous last dim: the next n tokens.
-        keep: bool or uint8 [B, >= length + n]: positions with zero are stored as zeros; None keeps all.
+        keep: bool or uint8 [B, >= length + n]: positions with zero do not enter their page's mean, but are stored; None
+            keeps all.
         layout: a `PageLayout.name`.
         recent_window: tokens that stay exact, at least.
         max_due: at least the number of pages that become due.
@@ -48,6 +50,8 @@ def commit(
     page_layout = PageLayout.from_name(layout)
     if keep is not None:
         keep = keep.view(torch.uint8)
+        keep = keep if keep.stride(-1) == 1 else keep.contiguous()
+    prepare_tables(page_layout, key.device)
     with _on(key.device):
         if max_due > 0:
             launch_pack_pages(

@@ -85,7 +85,7 @@ def level_tables(layout: PageLayout, device: torch.device) -> Tensor:
         uniform registers would be moved to vector registers for each use.
     """
     words = _table_words(layout, "key") + _table_words(layout, "value")
-    return torch.tensor(words, dtype=torch.int64).to(torch.int32)[:, None].repeat(1, LANES).to(device)
+    return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 
 def _table_words(layout: PageLayout, side: str) -> tuple[int, ...]:

@@ -62,11 +62,11 @@ def mean_scores(p_mean, live, query, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["heads", "columns", "capacity", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k"]
+    do_not_specialize=["heads", "columns", "stride_page_ids", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k"]
 )
 def attend_packed(
     p_query, p_plain, p_factor, p_pool, p_tables, p_page_ids, p_entries, p_row_start, p_counters, p_mask, p_output, p_stats,
-    heads, columns, capacity, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
+    heads, columns, stride_page_ids, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
     L: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DTYPE: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def attend_packed(
         item = step * n_s + i_s
         entry = item // L.groups
         i_g = item % L.groups
-        page = tl.load(p_page_ids + i_b * capacity + entry)
+        page = tl.load(p_page_ids + i_b * stride_page_ids + entry)
         start = tl.load(p_entries + 2 * entry)
         count = tl.load(p_entries + 2 * entry + 1)
         live = page >= 0

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..codebooks import boundaries, levels
-from ..layout import GROUP_TOKENS, PageLayout, RunOrder
+from ..layout import GROUP_TOKENS, NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout, RunOrder
 from ..rotation import rotate, unrotate
 from .packing import pack_codes, pack_metadata, unpack_codes, unpack_metadata
 
-BAD_KEY, BAD_VALUE, SATURATED = 1, 2, 4  # the bits of `flags`
 FP16_MAX = 65504.0
 FP8_MAX = 448.0
 
@@ -58,10 +57,10 @@ def encode_page(
         averaged: bool like `valid`: tokens that enter the mean if they are valid; None: all.
 
     Returns:
-        words int32 `[..., page_words]` and flags int32 `[...]` (`BAD_KEY`, `BAD_VALUE`, `SATURATED`).
+        words int32 `[..., page_words]` and flags int32 `[...]` (`NON_FINITE_KEY`, `NON_FINITE_VALUE`, `SATURATED`).
     """
     finite_key, finite_value = key.abs().amax(-1).isfinite(), value.abs().amax(-1).isfinite()
-    flags = _flag(valid & ~finite_key, BAD_KEY) | _flag(valid & ~finite_value, BAD_VALUE)
+    flags = _flag(valid & ~finite_key, NON_FINITE_KEY) | _flag(valid & ~finite_value, NON_FINITE_VALUE)
     key = key.masked_fill(~(valid & finite_key).unsqueeze(-1), 0)
     value = value.masked_fill(~(valid & finite_value).unsqueeze(-1), 0)
 
