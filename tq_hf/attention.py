@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -23,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils import logging
 
 from . import ops
-from .packed_kv import PackedKV, are_pair, densify, kept_positions
+from .packed_kv import PackedKV, are_pair, attend_first, densify, kept_positions
 
 logger = logging.get_logger(__name__)
 
@@ -152,7 +151,7 @@ def _packed(
     s_aux: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    step, layer, new = key.step, key.step.layer, key.raw.shape[2]
+    step, layer = key.step, key.step.layer
     complete = mask is not None and mask.dtype == torch.bool
     layer.require_mask(step, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2]:
@@ -164,18 +163,7 @@ def _packed(
     keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete
     if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
-        # Nothing is packed yet: torch's own kernels over the raw states are exact and fastest.
-        raw_mask = None if mask is None else mask[..., :new]
-        out = F.scaled_dot_product_attention(
-            query,
-            step.key,
-            step.value,
-            attn_mask=raw_mask,
-            is_causal=causal and query.shape[2] > 1,
-            scale=scaling,
-            enable_gqa=query.shape[1] != step.key.shape[1],
-        ).transpose(1, 2)
-        out = out.contiguous()
+        out = attend_first(query, step, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
         out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
     layer.commit(step, keep)

@@ -193,6 +193,28 @@ def kept_positions(mask: Tensor | None, batch_size: int) -> Tensor | None:
     return seen.expand(batch_size, -1)
 
 
+def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """Attention over a first prompt's raw states by torch's own kernels: exact, and fastest while nothing is packed.
+
+    Args:
+        query: [B, Hq, q, D].
+        mask: complete bool mask [B or 1, 1, q or 1, >= n], or None.
+
+    Returns:
+        [B, Hq, q, Dv].
+    """
+    key, value = step.key, step.value
+    group = query.shape[1] // key.shape[1]
+    if mask is not None:
+        mask = mask[..., : key.shape[2]]
+        if group > 1:  # with a mask, grouped heads would fall back to a kernel that holds all scores
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+            group = 1
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+    )
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor | PackedKV,
@@ -217,16 +239,7 @@ def scaled_dot_product_attention(
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
         layer.require_mask(step, query, attn_mask)
         if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
-            raw_key, raw_value = step.key, step.value
-            out = F.scaled_dot_product_attention(
-                query,
-                raw_key,
-                raw_value,
-                attn_mask=None if attn_mask is None else attn_mask[..., : raw_key.shape[2]],
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa or key.repeats > 1,
-            )
+            out = attend_first(query, step, attn_mask, is_causal, scale)
             layer.commit(step, kept_positions(attn_mask, query.shape[0]))
             return out
         if not is_causal:
