@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests import tiny_models
 from tq_hf import embedded_model as embedded
 
 
@@ -22,30 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def tiny_config() -> LlamaConfig:
-    """A Llama with grouped-query attention, small enough to build anew in every test."""
-    return LlamaConfig(
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-
-
-@pytest.fixture
-def tiny_model(tiny_config: LlamaConfig) -> LlamaForCausalLM:
-    """`tiny_config` with fixed random weights in float32; the caller's random state is left alone."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(tiny_config).eval()
+def tiny_model() -> PreTrainedModel:
+    """A small Llama whose logits are far enough apart for greedy decoding to be stable."""
+    return tiny_models.tiny_model(
+        num_hidden_layers=3, head_dim=32, intermediate_size=96, max_position_embeddings=1024, initializer_range=0.2,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

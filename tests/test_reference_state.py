@@ -66,7 +66,10 @@ class PackedState:
             for row, first in enumerate(self.row_start.tolist()):
                 if start + size > first + sinks:
                     self.page_ids[row, entry] = self.free.pop()
-        window = self.config.recent_window
+        self.commit_alone(key, value, keep, self.config.recent_window, due)
+
+    def commit_alone(self, key: Tensor, value: Tensor, keep: Tensor | None, recent_window: int, max_due: int) -> None:
+        """The op by itself: entries and pages are not provided for."""
         commit(
             key,
             value,
@@ -74,8 +77,8 @@ class PackedState:
             flags=self.flags,
             keep=keep,
             layout=self.page.name,
-            recent_window=window,
-            max_due=due,
+            recent_window=recent_window,
+            max_due=max_due,
         )
 
     def crop(self, length: int) -> None:
@@ -236,16 +239,7 @@ class TestCommit:
         state = PackedState(PRESETS["tq4"])
         key, value = state.tokens(300)
         with pytest.raises(ValueError, match="max_due=2 is too small: 3"):
-            commit(
-                key,
-                value,
-                **state.tensors,
-                flags=state.flags,
-                keep=None,
-                layout=state.page.name,
-                recent_window=64,
-                max_due=2,
-            )
+            state.commit_alone(key, value, keep=None, recent_window=64, max_due=2)
         assert state.counters.tolist() == [0, 4, 0] and state.ring_key.isnan().all()
 
 
@@ -326,16 +320,7 @@ class TestSurroundings:
         torch.set_default_device("meta")
         try:
             got = state.attend(query, key, value), *state.gather()
-            commit(
-                key,
-                value,
-                **state.tensors,
-                flags=state.flags,
-                keep=None,
-                layout=state.page.name,
-                recent_window=64,
-                max_due=1,
-            )
+            state.commit_alone(key, value, keep=None, recent_window=64, max_due=1)
         finally:
             torch.set_default_device(None)
         for a, b in zip(got, expected, strict=True):
