@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .layout import KEY_WIDTHS, PAGE_SIZES, VALUE_WIDTHS, PageLayout
+from .layout import PageLayout, require_format, require_page
 
 CODEBOOKS = ("gaussian", "beta", "int8_grid")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,20 +47,13 @@ class TurboQuantConfig:
     boundary_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name, widths in (("key", KEY_WIDTHS), ("value", VALUE_WIDTHS)):
-            fmt, bits = getattr(self, f"{name}_format"), getattr(self, f"{name}_bits")
-            if fmt not in widths:
-                raise ValueError(f"{name}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
-            if fmt != "raw" and (type(bits) is not int or bits not in widths[fmt]):
-                raise ValueError(f"{name}_bits={bits!r} does not fit {name}_format={fmt!r}: expected one of {widths[fmt]}.")
-        if type(self.center_keys) is not bool:
-            raise ValueError(f"center_keys={self.center_keys!r} is not allowed: expected True or False.")
-        if self.center_keys and self.key_format != "lloyd_max":
-            raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
+        for side in ("key", "value"):
+            fmt = getattr(self, f"{side}_format")
+            # Raw pages take their width from the model's dtype, which is not known yet.
+            require_format(side, fmt, 16 if fmt == "raw" else getattr(self, f"{side}_bits"))
+        require_page(self.page_size, self.center_keys, self.key_format)
         if self.codebook not in CODEBOOKS:
             raise ValueError(f"codebook={self.codebook!r} is unknown: expected one of {CODEBOOKS}.")
-        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={self.page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
         for name in ("recent_window", "sink_tokens", "boundary_layers"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -43,6 +43,8 @@ LANES = 32
 RUN_CODES = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 PAGE_SIZES = (32, 64, 128, 256)
+KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
+VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "raw": (16, 32)}
 # The bits of a layer's `flags`: a vector that was stored as zero, or a number clamped to its stored format.
 NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
@@ -58,6 +60,25 @@ class RunOrder(Enum):
 def padded_dim(head_dim: int) -> int:
     """The stored dimension: `head_dim` rounded up to a whole number of 32-dimension chunks."""
     return -(-head_dim // 32) * 32
+
+
+def require_format(side: str, fmt: str, bits: int) -> None:
+    """Raise `ValueError` unless `side` ("key" or "value") can be stored in this format at this width."""
+    widths = KEY_WIDTHS if side == "key" else VALUE_WIDTHS
+    if fmt not in widths:
+        raise ValueError(f"{side}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
+    if type(bits) is not int or bits not in widths[fmt]:
+        raise ValueError(f"{side}_bits={bits!r} does not fit {side}_format={fmt!r}: expected one of {widths[fmt]}.")
+
+
+def require_page(page_size: int, center_keys: bool, key_format: str) -> None:
+    """Raise `ValueError` unless there are pages of this size, with a header if `center_keys`."""
+    if type(center_keys) is not bool:
+        raise ValueError(f"center_keys={center_keys!r} is not allowed: expected True or False.")
+    if center_keys and key_format != "lloyd_max":
+        raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {key_format!r}.")
+    if type(page_size) is not int or page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size={page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
 
 
 @dataclass(frozen=True)
@@ -95,16 +116,9 @@ class PageLayout:
                     f"head_dim={dim} (of the {name}) has no packed layout: expected an even head_dim from {MIN_HEAD_DIM} to"
                     f" {MAX_HEAD_DIM}. Use transformers' DynamicCache for this model."
                 )
-        if self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size={self.page_size} is not allowed: expected one of {PAGE_SIZES}.")
-        for name, widths in (("key", KEY_WIDTHS), ("value", VALUE_WIDTHS)):
-            fmt, bits = getattr(self, f"{name}_format"), getattr(self, f"{name}_bits")
-            if fmt not in widths:
-                raise ValueError(f"{name}_format={fmt!r} is unknown: expected one of {sorted(widths)}.")
-            if bits not in widths[fmt]:
-                raise ValueError(f"{name}_bits={bits} does not fit {name}_format={fmt!r}: expected one of {widths[fmt]}.")
-        if self.center_keys and self.key_format != "lloyd_max":
-            raise ValueError(f"center_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
+        require_format("key", self.key_format, self.key_bits)
+        require_format("value", self.value_format, self.value_bits)
+        require_page(self.page_size, self.center_keys, self.key_format)
 
     # -- names: an op of torch.library takes a layout as a string ----------------------------------------------------
     @property
@@ -208,6 +222,3 @@ def lane_word_offset(lane: int, word: int, words_per_lane: int) -> int:
         return 128 * (word // 4) + 4 * lane + word % 4
     return 128 * quads + lane * (words_per_lane - 4 * quads) + (word - 4 * quads)
 
-
-KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
-VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "raw": (16, 32)}
