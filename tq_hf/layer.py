@@ -81,7 +81,7 @@ class TurboQuantLayer(CacheLayerMixin):
         layout = self.config.layout(key_states.shape[-1], value_states.shape[-1], key_states.dtype)
         batch, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.layout, self.layout_name = layout, layout.name
+        self.layout_name = layout.name
         self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
         self.kv_heads = heads
         self.table.begin(batch)
@@ -296,17 +296,9 @@ class TurboQuantLayer(CacheLayerMixin):
         Raises:
             ValueError: naming both shapes.
         """
-        if mask is None:
-            return
-        batch, _, queries, _ = query.shape
-        shape, length = tuple(mask.shape), self.visible_length(step)
-        if shape[0] in (1, batch) and shape[1] == 1 and shape[2] in (1, queries) and shape[3] == length:
-            return
-        self.drop(step)
-        raise ValueError(
-            f"attention mask of shape {shape} does not fit {batch} rows with {queries} queries over {length} cached and"
-            f" new tokens: expected ({batch} or 1, 1, {queries} or 1, {length})."
-        )
+        if error := ops.mask_error(mask, query, self.visible_length(step)):
+            self.drop(step)
+            raise ValueError(error)
 
     def drop(self, step: Step) -> None:
         """Forget tokens that attention refused, as if `update` had not been called."""

@@ -127,6 +127,21 @@ def inference_only(out: Tensor, *sources: Tensor) -> Tensor:
     return out
 
 
+def mask_error(mask: Tensor | None, query: Tensor, keys: int, may_be_wider: bool = False) -> str | None:
+    """What is wrong with a mask that should be [B or 1, 1, q or 1, keys] for `query` [B, Hq, q, D]; None if nothing is."""
+    if mask is None:
+        return None
+    batch, _, queries, _ = query.shape
+    shape = tuple(mask.shape)
+    wide_enough = shape[3] >= keys if may_be_wider else shape[3] == keys
+    if shape[0] in (1, batch) and shape[1] == 1 and shape[2] in (1, queries) and wide_enough:
+        return None
+    return (
+        f"attention mask of shape {shape} does not fit {batch} rows with {queries} queries over {keys} keys: expected"
+        f" ({batch} or 1, 1, {queries} or 1, {keys})."
+    )
+
+
 def attend_exact(
     query: Tensor,
     key: Tensor,
@@ -149,13 +164,8 @@ def attend_exact(
         [B, q, Hq, Dv] in the query's dtype.
     """
     batch, heads, keys, key_dim = key.shape
-    if mask is not None:
-        rows, mask_heads, queries, columns = mask.shape
-        if rows not in (1, batch) or mask_heads != 1 or queries not in (1, query.shape[2]) or columns < keys:
-            raise ValueError(
-                f"attention mask of shape {tuple(mask.shape)} does not fit {batch} rows with {query.shape[2]} queries over"
-                f" {keys} keys: expected ({batch} or 1, 1, {query.shape[2]} or 1, {keys})."
-            )
+    if error := mask_error(mask, query, keys, may_be_wider=True):
+        raise ValueError(error)
     layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")
 
     def zeros(*shape: int) -> Tensor:
