@@ -131,6 +131,18 @@ class TurboQuantCache(Cache):
         """The layers whose tokens live in pages."""
         return [layer for layer in self.layers if isinstance(layer, TurboQuantLayer)]
 
+    @property
+    def _stock_layers(self) -> list[Any]:
+        """The layers that keep transformers' own classes."""
+        return [layer for layer in self.layers if not isinstance(layer, TurboQuantLayer)]
+
+    def _settled_layers(self) -> list[TurboQuantLayer]:
+        """The packed layers that hold something, with nothing left to commit."""
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+        for layer in layers:
+            layer.flush()
+        return layers
+
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens. The batch size may change afterwards, except in the static mode."""
@@ -138,11 +150,10 @@ class TurboQuantCache(Cache):
             self.table.restart()
         else:
             self.table.clear()
-        for layer in self.layers:
-            if isinstance(layer, TurboQuantLayer):
-                layer.forget()
-            else:
-                layer.reset()
+        for layer in self.packed_layers:
+            layer.forget()
+        for layer in self._stock_layers:
+            layer.reset()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
@@ -158,10 +169,7 @@ class TurboQuantCache(Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
-        if tokens_to_remove < 0 and layers:
-            for layer in layers:
-                layer.flush()
+        if tokens_to_remove < 0 and (layers := self._settled_layers()):
             before, packed_end, used = layers[0].counters.tolist()
             length = max(0, before + tokens_to_remove)
             if length < packed_end:
@@ -169,16 +177,14 @@ class TurboQuantCache(Cache):
             self.table.trim(length)
             for layer in layers:
                 layer.cut(length, packed_end, used)
-        for layer in self.layers:
-            if not isinstance(layer, TurboQuantLayer):
-                layer.crop(tokens_to_remove)
+        for layer in self._stock_layers:
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
         self._select_rows(beam_idx)
-        for layer in self.layers:
-            if not isinstance(layer, TurboQuantLayer):
-                layer.reorder_cache(beam_idx)
+        for layer in self._stock_layers:
+            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times; the copies share the packed pages."""
@@ -186,16 +192,14 @@ class TurboQuantCache(Cache):
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
         if self.table.batch_size is not None:
             self._select_rows(torch.arange(self.table.batch_size).repeat_interleave(repeats))
-        for layer in self.layers:
-            if not isinstance(layer, TurboQuantLayer):
-                layer.batch_repeat_interleave(repeats)
+        for layer in self._stock_layers:
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` (int64 indices or a bool mask)."""
         self._select_rows(indices)
-        for layer in self.layers:
-            if not isinstance(layer, TurboQuantLayer):
-                layer.batch_select_indices(indices)
+        for layer in self._stock_layers:
+            layer.batch_select_indices(indices)
 
     def _select_rows(self, indices: Tensor) -> None:
         if self.table.batch_size is None:
@@ -212,9 +216,7 @@ class TurboQuantCache(Cache):
         chosen = [i + rows if i < 0 else i for i in indices.tolist()]
         if indices.dtype == torch.bool or not chosen or not all(0 <= i < rows for i in chosen):
             raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
-        for layer in layers:
-            layer.flush()
+        layers = self._settled_layers()
         self.table.select_rows(chosen)
         for layer in layers:
             layer.select_rows(torch.tensor(chosen))

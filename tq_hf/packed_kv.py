@@ -238,7 +238,7 @@ def scaled_dot_product_attention(
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
         layer.require_mask(step, query, attn_mask)
-        if step.is_first and (attn_mask is not None or not layer.table.is_static or is_causal):
+        if step.is_first:
             out = attend_first(query, step, attn_mask, is_causal, scale)
             layer.commit(step, kept_positions(attn_mask, query.shape[0]))
             return out
