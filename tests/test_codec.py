@@ -272,8 +272,10 @@ class TestQuantizerInDetail:
         group = words[16 + 128 + 128 + 48 :]  # header, keys, values, three fields of 32 halves
         token, lane = 9, 5  # octet 1, g=1; lane 5 has t=1: dimensions 8..15 of the key
         group[lane_word_offset(lane, 1, 4)] = 0x00000007  # code 15, then 8 (magnitude 0, positive)
-        # Token 9 as a value is r=1, t=0, a=1; g=2 holds dimensions 8..11 in the high half of lane 8's word 1.
-        group[128 + lane_word_offset(8, 1, 4)] = 0x21430000
+        # Token 9 as a value is h=0, t=0, a=3; g=2 holds dimensions 8, 9 in lane 8's word 0 (p=0) and 10, 11 in its word 2:
+        # codes 3 and 7, magnitudes in bits 12 and 28, signs in bits 31 and 27. Codes 3 4 1 2 are magnitudes -4 -3 -6 -5.
+        group[128 + lane_word_offset(8, 0, 4)] = 0xB8004000 - (1 << 32)
+        group[128 + lane_word_offset(8, 2, 4)] = 0xD8006000 - (1 << 32)
         halves = group[256:].view(torch.float16)
         halves[8 * 1 + 1], halves[8 * 1 + 4 + 1], halves[64 + 4 * 1 + 1] = 2.0, 0.5, -3.0
         page = unpack_page(words, layout, torch.float32)
@@ -282,7 +284,8 @@ class TestQuantizerInDetail:
         assert (page.key_scale[at], page.value_scale[at], page.value_min[at]) == (2.0, 0.5, -3.0)
         assert page.key_scale.count_nonzero() == 1
         key, value = decode_page(words, layout, torch.float32)
-        assert value[at].tolist() == [-3.0] * 8 + [-1.5, -1.0, -2.5, -2.0] + [-3.0] * 20
+        # Elsewhere stands code 8, which a zero bit pattern means.
+        assert value[at].tolist() == [1.0] * 8 + [-1.5, -1.0, -2.5, -2.0] + [1.0] * 20
         table = page.key[at].unique()
         assert len(table) == 2 and page.key[at, 8] == page.key[at].max()
         mean = torch.arange(32, dtype=torch.float32)

@@ -182,8 +182,8 @@ def stored(words: Tensor, layout: PageLayout) -> dict[str, Tensor]:
     groups = words[..., layout.header_words :].unflatten(-1, (layout.groups, layout.group_words))
     key, value, metadata = groups.split((layout.key_words, layout.value_words, layout.metadata_words), -1)
     parts = {
-        "key": unpack_codes(key, layout.key_bits, RunOrder.KEYS, layout.rotates_keys),
-        "value": unpack_codes(value, layout.value_bits, layout.value_order, layout.rotates_values),
+        "key": unpack_codes(key, layout.key_bits, RunOrder.KEYS),
+        "value": unpack_codes(value, layout.value_bits, RunOrder.VALUES),
         "mean": words[..., : layout.header_words].contiguous().view(torch.float16).float(),
     }
     if layout.metadata:

@@ -7,18 +7,18 @@ A **page** holds `page_size` tokens of one KV head as int32 words, contiguous in
 
 **Lanes.** A group is laid out for the 32 lanes of a warp, in the order in which `mma.sync` wants its fragments, so that
 what a lane loads is ready to multiply. Lane `4g + t` (g in 0..7, t in 0..3) owns, for every chunk `c` of 32 padded
-dimensions and every octet `r` (0..3) of tokens, one **run** of 8 codes `i` (0..7)::
+dimensions and every `r` (0..3), one **run** of 8 codes `i` (0..7)::
 
-    keys      token 8r + g                 dimension  t * D/4 + 8c + i
-    values    token 8r + 2t + a            dimension  g * D/8 + 4c + e          with (e, a) in the order below
+    keys      r = octet,  code i           token 8r + g                           dimension  t * D/4 + 8c + i
+    values    r = 2p + h, code i = 4e + a  token 16h + 8 * (a // 2) + 2t + a % 2  dimension  g * D/8 + 4c + 2p + e
 
-    RunOrder.PAIRS   code i = 2e + a       the two tokens of a dimension side by side
-    RunOrder.HALVES  code i = 4a + e       one token per 16-bit half (unsigned codes of 2 to 4 bits)
+So four codes of a key belong to one token, and four codes of a value to one dimension: what one 32-bit register of an
+8-bit product takes.
 
 **Lane words.** The runs `4c + r` of a lane are packed into its `words_per_lane = bits * D/32` words:
 
-    4 bits    one run a word, code i in nibble i. Signed codebooks keep a 3-bit magnitude in the nibble and collect the
-              signs where a byte permute can replicate them: code i < 4 in bit 8i + 7, code i >= 4 in bit 8(i - 4) + 3.
+    4 bits    one run a word: a 3-bit magnitude m in nibble i, and the signs where a byte permute can replicate them, code
+              i < 4 in bit 8i + 7, code i >= 4 in bit 8(i - 4) + 3. Codes count up: 8 + m, or 7 - m with the sign set.
     3 bits    the four runs of a chunk in three words: the low 3 bits of a nibble hold a code of run r < 3, and the spare
               bit of word w holds bit w of the code of run 3 in the same nibble.
     2 bits    two runs a word: the low 2 bits of a nibble hold a code of the even run, the high 2 bits one of the odd.
@@ -53,8 +53,7 @@ class RunOrder(Enum):
     """How a run's 8 codes map to tokens and dimensions (module docstring)."""
 
     KEYS = "keys"
-    PAIRS = "pairs"
-    HALVES = "halves"
+    VALUES = "values"
 
 
 def padded_dim(head_dim: int) -> int:
@@ -141,10 +140,6 @@ class PageLayout:
     @property
     def value_dim_padded(self) -> int:
         return padded_dim(self.value_dim)
-
-    @property
-    def value_order(self) -> RunOrder:
-        return RunOrder.HALVES if self.value_format == "min_max" and self.value_bits <= 4 else RunOrder.PAIRS
 
     @property
     def rotates_keys(self) -> bool:

@@ -81,18 +81,22 @@ def level_tables(layout: PageLayout, device: torch.device) -> Tensor:
 
     Returns:
         int32 [8, 32]: for keys, then values, the low bytes of the fp16 levels 0 to 3 and 4 to 7, then their high bytes.
-        4-bit codes have a sign of their own, so their table holds the magnitudes. Every lane has its copy: a table in
-        uniform registers would be moved to vector registers for each use.
+        4-bit codes have a sign of their own, so their table holds the magnitudes. min_max codes of up to 4 bits are levels
+        as well, at distance 1 and around 0. Every lane has its copy: a table in uniform registers would be moved to vector
+        registers for each use.
     """
     words = _table_words(layout, "key") + _table_words(layout, "value")
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 
 def _table_words(layout: PageLayout, side: str) -> tuple[int, ...]:
-    if getattr(layout, f"{side}_format") != "lloyd_max":
+    fmt, bits = getattr(layout, f"{side}_format"), getattr(layout, f"{side}_bits")
+    if fmt == "lloyd_max":
+        table = levels(bits, getattr(layout, f"{side}_dim_padded"), layout.codebook)
+    elif fmt == "min_max" and bits <= 4:
+        table = torch.arange(2**bits, device="cpu") - (2**bits - 1) / 2
+    else:
         return (0, 0, 0, 0)
-    bits = getattr(layout, f"{side}_bits")
-    table = levels(bits, getattr(layout, f"{side}_dim_padded"), layout.codebook)
     table = table[8:] if bits == 4 else table.repeat(8 // len(table))
     halves = table.to(torch.float16).view(torch.int16).tolist()
     low, high = [h & 255 for h in halves], [(h >> 8) & 255 for h in halves]
@@ -236,7 +240,7 @@ def chunk_runs(words, c: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def level_pairs(run, table, BITS: tl.constexpr):
-    """Eight Lloyd-Max codes to levels, by bytes: four words of two fp16."""
+    """Eight codes of up to 4 bits to levels, by bytes: four words of two fp16."""
     if BITS == 2:
         low_codes = run & 0x33333333
     else:
@@ -250,19 +254,6 @@ def level_pairs(run, table, BITS: tl.constexpr):
         high |= run & -0x7F7F7F80
         high2 |= (run << 4) & -0x7F7F7F80
     return [interleave(low, high, 0), interleave(low, high, 2), interleave(low2, high2, 0), interleave(low2, high2, 2)]
-
-
-@triton.jit
-def code_pairs(run, BITS: tl.constexpr):
-    """Unsigned codes of 2 to 4 bits in `RunOrder.HALVES` to fp16: a code becomes the low mantissa bits of 1024 or of 64."""
-    MASK: tl.constexpr = 0x10001 * (2**BITS - 1)
-    upper = run >> 8
-    return [
-        subtract_halves((run & MASK) | 0x64006400, 0x64006400),
-        subtract_halves((run & (16 * MASK)) | 0x54005400, 0x54005400),
-        subtract_halves((upper & MASK) | 0x64006400, 0x64006400),
-        subtract_halves((upper & (16 * MASK)) | 0x54005400, 0x54005400),
-    ]
 
 
 @triton.jit
@@ -293,14 +284,12 @@ def chunk_pairs(words, c: tl.constexpr, table, FORMAT: tl.constexpr, BITS: tl.co
     else:
         pairs = []
         for i in tl.static_range(len(runs)):
-            if FORMAT == "lloyd_max":
+            if BITS <= 4:
                 pairs = pairs + level_pairs(runs[i], table, BITS)
             elif FORMAT == "fp8":
                 pairs = pairs + fp8_pairs(runs[i])
-            elif BITS == 8:
-                pairs = pairs + byte_pairs(runs[i])
             else:
-                pairs = pairs + code_pairs(runs[i], BITS)
+                pairs = pairs + byte_pairs(runs[i])
         return pairs
 
 
@@ -338,10 +327,11 @@ def key_tile(words, c: tl.constexpr, table, L: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def value_tile(words, c: tl.constexpr, table, L: tl.constexpr, DTYPE: tl.constexpr):
-    """Values of chunk c: [32, 32 tokens]; row 8e + g is dimension g * D/8 + 4c + e."""
+    """Values of chunk c: [32, 32 tokens]; row 8 * (2p + e) + g is dimension g * D/8 + 4c + 2p + e."""
     FORMAT: tl.constexpr = L.value_format
     x = chunk_values(words, c, table, FORMAT, L.value_bits, DTYPE)
-    x = x.reshape(8, 4, 4, 4, 2).permute(3, 0, 2, 1, 4)  # [g, t, r, e, a] -> [e, g, r, t, a]
+    # [g, t, p, h, e, a // 2, a % 2] -> [p, e, g, h, a // 2, t, a % 2]
+    x = x.reshape(8, 4, 2, 2, 2, 2, 2).permute(2, 4, 0, 3, 5, 1, 6)
     return pin(x.reshape(32, 32))
 
 

@@ -23,27 +23,23 @@ from .lanes import (
 
 
 @triton.jit
-def load_chunk(p_codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, KEYS: tl.constexpr,
-               HALVES: tl.constexpr):  # fmt: skip
-    """The codes of chunk c, int32 [32 tokens, 32 columns]. SIGNED words give 0..15 in ascending order, too."""
+def load_chunk(p_codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """The codes of chunk c, int32 [32 tokens, 32 columns]."""
     WORDS: tl.constexpr = BITS * PADDED // 32
     token = tl.arange(0, 32)[:, None]
     n = tl.arange(0, 32)[None, :]
-    r = token // 8
     if KEYS:
         lane = 4 * (token % 8) + n // 8
-        i = n % 8
+        r = token // 8 + 0 * n
+        i = n % 8 + 0 * token
     else:
         lane = 4 * (n // 4) + token // 2 % 4
-        i = 4 * (token % 2) + n % 4 if HALVES else 2 * (n % 4) + token % 2
-    i += 0 * r  # [32, 32]
+        r = n // 2 % 2 * 2 + token // 16
+        i = n % 2 * 4 + token // 8 % 2 * 2 + token % 2
     if BITS == 4:
         word = tl.load(p_codes + lane_word_offset(lane, 4 * c + r, WORDS))
-        if SIGNED:
-            magnitude = (word >> code_shift(i, 4)) & 7
-            codes = tl.where((word >> sign_shift(i)) & 1 != 0, 7 - magnitude, 8 + magnitude)
-        else:
-            codes = (word >> code_shift(i, 4)) & 15
+        magnitude = (word >> code_shift(i, 4)) & 7
+        codes = tl.where((word >> sign_shift(i)) & 1 != 0, 7 - magnitude, 8 + magnitude)
     elif BITS == 3:
         shift = code_shift(i, 3)
         own = tl.load(p_codes + lane_word_offset(lane, 3 * c + tl.minimum(r, 2), WORDS))
@@ -84,7 +80,7 @@ def cast(x, p_out):
 @triton.jit
 def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
                    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
-                   FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, HALVES: tl.constexpr,
+                   FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr,
                    CENTERED: tl.constexpr):  # fmt: skip
     """Decodes one group into the rows `p_out`, [32] pointers, of which `live` are written."""
     CHUNKS: tl.constexpr = PADDED // 32
@@ -95,7 +91,7 @@ def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
         n = tl.arange(0, 32)
         x = tl.zeros([32, BLOCK], tl.float32)
         for c in range(CHUNKS):
-            codes = load_chunk(p_codes, c, PADDED, BITS, BITS == 4, KEYS, HALVES)
+            codes = load_chunk(p_codes, c, PADDED, BITS, KEYS)
             b_signs = tl.load(p_signs + c * BLOCK * 32 + d[None, :] * 32 + n[:, None])  # [32, BLOCK]
             x = tl.dot(tl.load(p_levels + codes), b_signs, x)
         x *= (scale * PADDED**-0.5)[:, None]
@@ -107,7 +103,7 @@ def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
             step = tl.load(p_metadata + metadata_offset(token, FIELD, FIELDS)).to(tl.float32)
             minimum = tl.load(p_metadata + metadata_offset(token, FIELD + 1, FIELDS)).to(tl.float32)
         for c in range(CHUNKS):
-            codes = load_chunk(p_codes, c, PADDED, BITS, False, KEYS, HALVES)
+            codes = load_chunk(p_codes, c, PADDED, BITS, KEYS)
             dims = chunk_dims(c, PADDED, KEYS)
             if FORMAT == "min_max":
                 v = cast(codes.to(tl.float32) * step[:, None] + minimum[:, None], p_out)
@@ -127,7 +123,7 @@ def unpack_pages(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_HALVES: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr,
     FIELDS: tl.constexpr, CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
     HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -155,12 +151,12 @@ def unpack_pages(
     if i_part % 2 == 0:
         unpack_vectors(
             p_out_key + row * KEY_DIM, live, p_group, p_metadata, p_mean, p_key_signs, p_key_levels, KEY_DIM, KEY_PADDED,
-            KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False, CENTER_KEYS,
+            KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, CENTER_KEYS,
         )  # fmt: skip
     else:
         unpack_vectors(
             p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, p_value_signs, p_value_levels,
-            VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES, False,
+            VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, False,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..codebooks import boundaries, levels
-from ..layout import GROUP_TOKENS, PageLayout, RunOrder
+from ..layout import GROUP_TOKENS, PageLayout
 from ..rotation import hadamard_signs
 
 CHUNK = 32
@@ -146,7 +146,6 @@ def constants(layout: PageLayout) -> dict[str, Any]:
             f"{side.upper()}_SCALE": layout.metadata.index(field) if field in layout.metadata else 0,
         }
     return sides | {
-        "VALUE_HALVES": layout.value_order is RunOrder.HALVES,
         "FIELDS": len(layout.metadata),
         "CENTER_KEYS": layout.center_keys,
         "PAGE": layout.page_size,

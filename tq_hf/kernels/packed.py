@@ -162,7 +162,10 @@ def attend_packed(
         weights = tl.exp2(scores * slope - (maximum * slope - WEIGHT)[None, :])
         total = total * decay[None, :] + tl.sum(weights.reshape(4, 8, COLUMNS), 0)
         if L.value_format == "min_max":
-            terms = times_field(weights, metadata[L.fields - 1])
+            lowest = metadata[L.fields - 1]
+            if L.value_bits <= 4:  # levels count from the middle of a value's range
+                lowest += metadata[SCALE] * ((2**L.value_bits - 1) / 2)
+            terms = times_field(weights, lowest)
             minima = minima * decay[None, :] + tl.sum(terms.reshape(4, 8, COLUMNS), 0)
         if L.value_format != "raw":
             scale = metadata[SCALE]

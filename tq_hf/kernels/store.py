@@ -109,25 +109,22 @@ def normalizers(norm):
 
 
 @triton.jit
-def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, KEYS: tl.constexpr,
-                HALVES: tl.constexpr):  # fmt: skip
+def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """Packs the codes of chunk c, int32 [32 tokens, 32 columns], into lane words and stores them.
 
-    SIGNED codes are 3-bit magnitudes with the sign in bit 3.
+    4-bit codes are 3-bit magnitudes with the sign in bit 3.
     """
     WORDS: tl.constexpr = BITS * PADDED // 32
-    # [g, t, r, e, a]: lane, run and code of a run. The words come out in the order in which they stand in memory.
+    # [g, t, r, i // 2, i % 2]: lane, run and code of a run. The words come out in the order in which they stand in memory.
     if KEYS:
-        codes = codes.reshape(4, 8, 4, 4, 2).permute(1, 2, 0, 3, 4)  # token (r, g), column (t, e, a)
-    else:
-        codes = codes.reshape(4, 4, 2, 8, 4).permute(3, 1, 0, 4, 2)  # token (r, t, a), column (g, e)
-    e = tl.arange(0, 4)[:, None]
-    a = tl.arange(0, 2)[None, :]
-    i = 4 * a + e if HALVES else 2 * e + a  # [4, 2]
+        codes = codes.reshape(4, 8, 4, 4, 2).permute(1, 2, 0, 3, 4)  # token (r, g), column (t, i)
+    else:  # token (h, a // 2, t, a % 2), column (g, p, e)
+        codes = codes.reshape(2, 2, 4, 2, 8, 2, 2).permute(4, 2, 5, 0, 6, 1, 3).reshape(8, 4, 4, 4, 2)
+    i = 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :]  # [4, 2]
     lane = 4 * tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None]  # [8, 4, 1]
     r = tl.arange(0, 4)[None, None, :]
     if BITS <= 4:
-        if SIGNED:
+        if BITS == 4:
             fields = ((codes & 7) << code_shift(i, 4)) | ((codes >> 3) << sign_shift(i))
         else:
             fields = codes << code_shift(i, BITS)
@@ -160,8 +157,7 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIG
 @triton.jit
 def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
-                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, HALVES: tl.constexpr,
-                 EXACT: tl.constexpr):  # fmt: skip
+                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
 
     EXACT says that x, scaled by a power of two, is exact in fp16.
@@ -193,7 +189,7 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                 codes = magnitude | (sign & 8)
             else:
                 codes = magnitude ^ HALF ^ (sign & (2 * HALF - 1))
-            store_chunk(p_codes, codes, c, PADDED, BITS, BITS == 4, KEYS, HALVES)
+            store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
         scale = norm / tl.sqrt(tl.sum(squares, 1).to(tl.float32) * 7.62939453125e-06)  # 2**-17
         tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
         saturated = scale > FP16_MAX
@@ -223,13 +219,15 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             if FORMAT == "min_max":
                 steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
                 codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
+                if BITS == 4:  # to a magnitude and a sign, as level codes - 7.5
+                    codes = tl.where(codes < 8, 15 - codes, codes - 8)
             elif FORMAT == "fp8":
                 codes = e4m3(v.to(tl.float32))
             elif BITS == 16:
                 codes = v.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             else:
                 codes = v.to(tl.int32, bitcast=True)
-            store_chunk(p_codes, codes, c, PADDED, BITS, False, KEYS, HALVES)
+            store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
     return saturated
 
 
@@ -241,7 +239,7 @@ def pack_pages(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_HALVES: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr,
     FIELDS: tl.constexpr, CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
     HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +288,7 @@ def pack_pages(
             keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
         saturated = pack_vectors(
             key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
-            KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False,
+            KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True,
             p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
         )  # fmt: skip
     else:
@@ -300,7 +298,7 @@ def pack_pages(
         values, usable = load_vectors(value_rows, real, VALUE_DIM, VALUE_BLOCK)
         saturated = pack_vectors(
             value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM,
-            VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
+            VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
             p_value.dtype.element_ty != tl.float32,
         )  # fmt: skip
     dropped = tl.max((real & ~usable).to(tl.int32), 0)

@@ -78,8 +78,8 @@ def encode_page(
             flags = flags | _flag(full & valid, SATURATED)
 
     group = [
-        pack_codes(_in_groups(key_codes, 1), layout.key_bits, RunOrder.KEYS, layout.rotates_keys),
-        pack_codes(_in_groups(value_codes, 1), layout.value_bits, layout.value_order, layout.rotates_values),
+        pack_codes(_in_groups(key_codes, 1), layout.key_bits, RunOrder.KEYS),
+        pack_codes(_in_groups(value_codes, 1), layout.value_bits, RunOrder.VALUES),
     ]
     if layout.metadata:
         group.append(pack_metadata([_in_groups(field, 0) for field in key_fields + value_fields]))
@@ -92,8 +92,8 @@ def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageCo
     key_words, value_words, metadata_words = groups.split(
         (layout.key_words, layout.value_words, layout.metadata_words), -1
     )
-    key_codes = unpack_codes(key_words, layout.key_bits, RunOrder.KEYS, layout.rotates_keys)
-    value_codes = unpack_codes(value_words, layout.value_bits, layout.value_order, layout.rotates_values)
+    key_codes = unpack_codes(key_words, layout.key_bits, RunOrder.KEYS)
+    value_codes = unpack_codes(value_words, layout.value_bits, RunOrder.VALUES)
     key_codes, value_codes = key_codes.flatten(-3, -2), value_codes.flatten(-3, -2)
 
     fields: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..layout import GROUP_TOKENS, LANES, RUN_CODES, RunOrder
 
-OCTETS = 4  # runs a chunk and lane: one for each 8 tokens of a group
+RUNS = 4  # a chunk and lane
 CHUNK_DIMS = 32
 
 _ONES = 0x11111111  # bit 0 of every nibble
@@ -22,17 +22,17 @@ _LOW3 = 0x77777777
 _LOW2 = 0x33333333
 
 _CODE_TYPES = {2: torch.uint8, 3: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
-_BYTES = {4: torch.int32, 8: torch.int64}
+# Neighbours along a head in the order in which unpacking has them: a key's 8 codes, a value's 2 dimensions of a token.
+_NEIGHBOURS = {RunOrder.KEYS: torch.int64, RunOrder.VALUES: torch.int16}
 
 
-def pack_codes(codes: Tensor, bits: int, order: RunOrder, signed: bool = False) -> Tensor:
+def pack_codes(codes: Tensor, bits: int, order: RunOrder) -> Tensor:
     """The words of one group's key or value codes.
 
     Args:
         codes: `[..., 32, D]`, D a multiple of 32; uint8 up to 8 bits, int16 at 16, int32 at 32.
         bits: the width of a code: 2, 3, 4, 8, 16 or 32.
         order: how runs map to tokens and dimensions.
-        signed: 4 bits only: store sign and magnitude apart (Lloyd-Max codes).
 
     Returns:
         int32 `[..., bits * D]`.
@@ -41,7 +41,7 @@ def pack_codes(codes: Tensor, bits: int, order: RunOrder, signed: bool = False) 
     runs = _to_runs(codes.reshape(-1, GROUP_TOKENS, dim), order)
     if bits <= 4:
         nibbles = (runs[..., 0::2] | (runs[..., 1::2] << 4)).view(torch.int32).squeeze(-1)
-        lane_words = _join_runs(nibbles, bits, signed).flatten(2)
+        lane_words = _join_runs(nibbles, bits).flatten(2)
     else:
         lane_words = runs.flatten(2).view(torch.int32)
         if bits == 8:
@@ -49,22 +49,25 @@ def pack_codes(codes: Tensor, bits: int, order: RunOrder, signed: bool = False) 
     return _place(lane_words).reshape(*lead, bits * dim)
 
 
-def unpack_codes(words: Tensor, bits: int, order: RunOrder, signed: bool = False) -> Tensor:
+def unpack_codes(words: Tensor, bits: int, order: RunOrder) -> Tensor:
     """The inverse of `pack_codes`: int32 `[..., bits * D]` to codes `[..., 32, D]` of the type `pack_codes` takes."""
     lead, dim = words.shape[:-1], words.shape[-1] // bits
     chunks = dim // CHUNK_DIMS
     lane_words = _collect(words.reshape(-1, bits * dim))
     if bits <= 4:
-        nibbles = _split_runs(lane_words.unflatten(2, (chunks, bits)), bits, signed)
-        pairs = nibbles.unsqueeze(-1).view(torch.uint8)  # [n, lane, chunk, octet, 4]
-        # A byte holds codes 2e and 2e + 1; in PAIRS order these are two tokens' and belong apart.
-        runs = torch.stack((pairs & 15, pairs >> 4), -2 if order is RunOrder.PAIRS else -1).flatten(-2)
+        nibbles = _split_runs(lane_words.unflatten(2, (chunks, bits)), bits)
+        pairs = nibbles.unsqueeze(-1).view(torch.uint8)  # [n, lane, chunk, run, 4]
+        if order is RunOrder.VALUES:  # byte 2e + a // 2 holds two tokens' codes: dimensions go innermost
+            pairs = pairs.unflatten(-1, (2, 2)).mT
+            runs = torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3)
+        else:
+            runs = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     else:
         if bits == 8:
             lane_words = _swap_middle_bytes(lane_words)
-        runs = lane_words.view(_CODE_TYPES[bits]).unflatten(2, (chunks, OCTETS, RUN_CODES))
-        if order is RunOrder.PAIRS:
-            runs = runs.unflatten(-1, (4, 2)).mT.flatten(-2)
+        runs = lane_words.view(_CODE_TYPES[bits]).unflatten(2, (chunks, RUNS, RUN_CODES))
+        if order is RunOrder.VALUES:
+            runs = runs.unflatten(-1, (2, 4)).mT.flatten(-2)
     return _from_runs(runs, order).reshape(*lead, GROUP_TOKENS, dim)
 
 
@@ -77,7 +80,7 @@ def pack_metadata(fields: Sequence[Tensor]) -> Tensor:
     Returns:
         int32 `[..., 16 * len(fields)]`.
     """
-    by_lane = [field.unflatten(-1, (OCTETS, 8)).mT for field in fields]  # each [..., g, r]
+    by_lane = [field.unflatten(-1, (RUNS, 8)).mT for field in fields]  # each [..., g, r]
     blocks = [torch.stack(by_lane[:2], -2).flatten(-3)] + [block.flatten(-2) for block in by_lane[2:]]
     return torch.cat(blocks, -1).view(torch.int32)
 
@@ -86,32 +89,34 @@ def unpack_metadata(words: Tensor, count: int) -> tuple[Tensor, ...]:
     """The inverse of `pack_metadata`: int32 `[..., 16 * count]` to `count` fp16 tensors `[..., 32]`."""
     halves = words.contiguous().view(torch.float16)
     shared = min(count, 2)
-    blocks = list(halves[..., : GROUP_TOKENS * shared].unflatten(-1, (8, shared, OCTETS)).unbind(-2))
+    blocks = list(halves[..., : GROUP_TOKENS * shared].unflatten(-1, (8, shared, RUNS)).unbind(-2))
     if count == 3:
-        blocks.append(halves[..., GROUP_TOKENS * shared :].unflatten(-1, (8, OCTETS)))
+        blocks.append(halves[..., GROUP_TOKENS * shared :].unflatten(-1, (8, RUNS)))
     return tuple(block.mT.flatten(-2) for block in blocks)
 
 
 def _to_runs(codes: Tensor, order: RunOrder) -> Tensor:
-    """Codes `[n, 32, D]` to runs `[n, lane, chunk, octet, 8]`."""
+    """Codes `[n, 32, D]` to runs `[n, lane, chunk, run, 8]`."""
     if order is RunOrder.KEYS:  # token (r, g), dimension (t, c, i)
-        split, axes = (OCTETS, 1, 8, 4, -1, 8), (0, 3, 4, 5, 1, 2, 6)
-    else:  # token (r, t, a), dimension (g, c, e)
-        split, axes = (OCTETS, 4, 2, 8, -1, 4), (0, 4, 2, 5, 1, 3, 6)
-    runs = codes.unflatten(2, split[3:]).unflatten(1, split[:3]).permute(axes)  # [n, g, t, c, r, (a, e) or (1, i)]
-    if order is RunOrder.PAIRS:
-        runs = runs.mT
-    return runs.flatten(5).flatten(1, 2)
+        runs = codes.unflatten(2, (4, -1, 8)).unflatten(1, (RUNS, 8)).permute(0, 2, 3, 4, 1, 5)
+    else:  # token (h, a // 2, t, a % 2), dimension (g, c, p, e)
+        runs = codes.unflatten(2, (8, -1, 2, 2)).unflatten(1, (2, 2, 4, 2)).permute(0, 5, 3, 6, 7, 1, 8, 2, 4)
+        runs = runs.flatten(6).flatten(4, 5)
+    return runs.flatten(1, 2)
 
 
 def _from_runs(runs: Tensor, order: RunOrder) -> Tensor:
-    """Runs `[n, lane, chunk, octet, 8]` to codes `[n, 32, D]`; runs in PAIRS order come in as in HALVES order."""
-    runs = runs.unflatten(-1, (1, 8) if order is RunOrder.KEYS else (2, 4))
+    """Runs `[n, lane, chunk, run, 8]` to codes `[n, 32, D]`; a value's run comes in as (a, e), dimensions innermost."""
     code_type = runs.dtype
     if code_type is torch.uint8:
-        runs = runs.view(_BYTES[runs.shape[-1]])  # neighbours stay neighbours: move them as one element
-    axes = (0, 4, 5, 1, 2, 3, 6) if order is RunOrder.KEYS else (0, 4, 2, 5, 1, 3, 6)
-    return runs.unflatten(1, (8, 4)).permute(axes).contiguous().view(code_type).flatten(1, 3).flatten(2)
+        runs = runs.view(_NEIGHBOURS[order])  # neighbours stay neighbours: move them as one element
+    runs = runs.unflatten(1, (8, 4))
+    if order is RunOrder.KEYS:  # [n, g, t, c, r, i]
+        codes = runs.permute(0, 4, 1, 2, 3, 5).contiguous().view(code_type).flatten(1, 2)
+    else:  # [n, g, t, c, p, h, a // 2, a % 2, e]
+        runs = runs.unflatten(5, (2, 2, -1)).unflatten(4, (2, 2))
+        codes = runs.permute(0, 5, 6, 2, 7, 1, 3, 4, 8).contiguous().view(code_type).flatten(1, 4)
+    return codes.flatten(2)
 
 
 def _place(lane_words: Tensor) -> Tensor:
@@ -131,21 +136,19 @@ def _collect(words: Tensor) -> Tensor:
     return torch.cat((whole, words[:, 4 * quads * LANES :].unflatten(1, (LANES, per_lane % 4))), 2)
 
 
-def _join_runs(nibbles: Tensor, bits: int, signed: bool) -> Tensor:
-    """Nibble words `[..., 4]`, one an octet, to the `bits` words that a chunk takes, `[..., bits]`."""
+def _join_runs(nibbles: Tensor, bits: int) -> Tensor:
+    """Nibble words `[..., 4]`, one a run, to the `bits` words that a chunk takes, `[..., bits]`."""
     if bits == 2:
         return nibbles[..., 0::2] | (nibbles[..., 1::2] << 2)
     if bits == 3:
         spare = [((nibbles[..., 3] >> w) & _ONES) << 3 for w in range(3)]
         return nibbles[..., :3] | torch.stack(spare, -1)
-    if not signed:
-        return nibbles
     negative = ((nibbles >> 3) & _ONES) ^ _ONES
     magnitude = (nibbles & _LOW3) ^ (negative * 7)
     return magnitude | (_spread(negative & 0xFFFF) << 7) | (_spread((negative >> 16) & 0xFFFF) << 3)
 
 
-def _split_runs(words: Tensor, bits: int, signed: bool) -> Tensor:
+def _split_runs(words: Tensor, bits: int) -> Tensor:
     """The inverse of `_join_runs`: `[..., bits]` to nibble words `[..., 4]`."""
     if bits == 2:
         return torch.stack((words & _LOW2, (words >> 2) & _LOW2), -1).flatten(-2)
@@ -153,8 +156,6 @@ def _split_runs(words: Tensor, bits: int, signed: bool) -> Tensor:
         spare = (words >> 3) & _ONES
         last = spare[..., 0] | (spare[..., 1] << 1) | (spare[..., 2] << 2)
         return torch.cat((words & _LOW3, last.unsqueeze(-1)), -1)
-    if not signed:
-        return words
     negative = _compress((words >> 7) & 0x01010101) | (_compress((words >> 3) & 0x01010101) << 16)
     return ((words & _LOW3) ^ (negative * 7)) | ((negative ^ _ONES) << 3)
 
