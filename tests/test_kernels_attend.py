@@ -27,6 +27,9 @@ STATE = ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "page_ids",
 if INTERPRETED:
     import triton.runtime.interpreter as interpreter
 
+    from tests import ptx
+
+    ptx.install()
     patch_tensor, create_splat = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat
 
     def patch_index(tensor: type, *scope: object) -> None:

@@ -14,10 +14,14 @@ from torch import Tensor
 from ..layout import PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
+from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .packed import WEIGHT, attend_packed
 
+# Programs of the decode kernel on a multiprocessor.
+DECODE_PROGRAMS_PER_SM = 12
+DECODE_COLUMNS = 8
 # Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
@@ -133,8 +137,15 @@ def _attend(
     columns, new, sinks = query.shape[2] * group, key.shape[2], sink_key.shape[2]
     packed = max_entries > 0
 
+    per_query = mask is not None and mask.shape[2] > 1
+    fast = packed and decodes(page, columns, scaling, per_query or causal_pages)
     block = _columns(columns, page)
-    splits = _packed_splits(rows, columns, page, max_entries, device) if packed else 0
+    if not packed:
+        splits = 0
+    elif fast:
+        splits = _decode_splits(rows, page, max_entries, device)
+    else:
+        splits = _packed_splits(rows, columns, page, max_entries, device)
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
     blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots, tokens) + triton.cdiv(new, tokens)
     exact_splits = max(
@@ -144,33 +155,45 @@ def _attend(
     floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
     p_output, p_stats, p_exact, p_exact_stats, p_factor = workspace.split(floats)
-    p_rotated = p_plain = p_signs = None
+    p_rotated = p_plain = p_signs = p_kept = p_means = None
+    key_block, entries_at_once = triton.next_power_of_2(page.key_dim_padded), 64 if page.key_dim_padded <= 128 else 32
     if packed:
-        raw = page.key_format == "raw"
         shape = (rows, columns, page.key_dim_padded)
-        p_rotated = torch.empty(shape, dtype=query.dtype if raw else torch.float16, device=device)
-        p_plain = torch.empty(shape, dtype=torch.float16, device=device) if page.center_keys else None
+        p_rotated = torch.empty(shape, dtype=_query_dtype(page, fast, query.dtype), device=device)
         if page.rotates_keys:
             p_signs = _signs(page.key_dim_padded, device)
+        if fast:
+            p_kept = torch.empty(batch * max_entries * page.groups, dtype=torch.int32, device=device)
+        if page.center_keys and fast:
+            p_means = torch.empty(rows * max_entries * columns, dtype=torch.float32, device=device)
+        elif page.center_keys:
+            p_plain = torch.empty(shape, dtype=torch.float16, device=device)
 
-    per_query = mask is not None and mask.shape[2] > 1
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
-    attend_exact[(rows, exact_splits + packed, triton.cdiv(columns, exact_block))](
+    plans = triton.cdiv(max_entries, entries_at_once) if fast else 0
+    attend_exact[(rows, exact_splits + packed + plans, triton.cdiv(columns, exact_block))](
         query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
-        p_signs, p_rotated, p_plain, p_factor, p_exact, p_exact_stats,
-        heads, columns, group, new, slots, sinks, exact_splits, query_offset, *query.stride()[:3], *key.stride()[:3],
-        *value.stride()[:3], *mask_strides, scaling, softcap,
-        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=triton.next_power_of_2(page.key_dim_padded),
+        p_signs, p_rotated, p_plain, p_factor, p_exact, p_exact_stats, pool, page_ids, entries, p_kept, p_means,
+        heads, columns, group, new, slots, sinks, exact_splits, page_ids.stride(0), max_entries, query_offset,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap,
+        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block,
         FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
+        CENTERED=page.center_keys, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
         ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
         num_warps=warps,
     )  # fmt: skip
-    if packed:
+    softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
+    if fast:
+        decode[(rows, splits)](
+            p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
+            p_kept, p_means, p_output, p_stats, heads, columns, page_ids.stride(0), max_entries, *steps(page),
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, EARLY=0, num_warps=1,
+        )  # fmt: skip
+    elif packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
             p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
             p_output, p_stats, heads, columns, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
-            None if softcap is None else softcap * 1.4426950408889634,
-            L=page_spec(page), COLUMNS=block,
+            softcap_exponent, L=page_spec(page), COLUMNS=block,
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
             PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
@@ -179,7 +202,8 @@ def _attend(
     combine[(rows, triton.cdiv(columns, combine_rows))](
         p_output if packed else None, p_stats, p_exact, p_exact_stats,
         _signs(page.value_dim_padded, device) if packed and page.rotates_values else None,
-        aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1), WEIGHT.value,
+        aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1),
+        0.0 if fast else WEIGHT.value,
         DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=combine_rows,
         SPLITS=64 // combine_rows, STEP=min(128, value_block), num_warps=8,
     )  # fmt: skip
@@ -190,6 +214,30 @@ def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype != dtype:
         x = x.to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def decodes(page: PageLayout, columns: int, scaling: float, mask_by_query: bool) -> bool:
+    """Whether the decode kernel takes this call; the packed kernel takes all others.
+
+    It takes few columns, codes whose levels stand on an 8-bit grid (fp8 keys as well), and masks that all queries share.
+    """
+    key = page.key_format == "fp8" or (page.key_format == "lloyd_max" and page.codebook == "int8_grid")
+    value = page.value_bits <= 4 and (page.value_format == "min_max" or page.codebook == "int8_grid")
+    return key and value and columns <= DECODE_COLUMNS and not mask_by_query and scaling > 0
+
+
+def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtype:
+    """What a kernel multiplies packed keys with."""
+    if page.key_format == "raw":
+        return dtype
+    return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
+
+
+def _decode_splits(rows: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
+    """Splits of each row's groups: one wave of programs, and as equal as can be."""
+    groups = max_entries * page.groups
+    wave = max(1, min(DECODE_PROGRAMS_PER_SM * _properties(device).multi_processor_count // rows, groups))
+    return triton.cdiv(groups, triton.cdiv(groups, wave))
 
 
 def _columns(columns: int, page: PageLayout) -> int:
@@ -237,6 +285,8 @@ def prepare_tables(page: PageLayout, device: torch.device) -> None:
     """Make the constants that `attend` takes. Its first call may run inside a CUDA graph's memory pool (a static cache's
     first prompt does not attend to pages), which must not own what outlives the graph."""
     level_tables(page, device)
+    if decodes(page, 1, 1.0, False):
+        int8_tables(page, device)
     for rotates, dim in ((page.rotates_keys, page.key_dim_padded), (page.rotates_values, page.value_dim_padded)):
         if rotates:
             _signs(dim, device)

@@ -41,6 +41,9 @@ class PageSpec(NamedTuple):
     value_words: int
     centered: bool
     groups: int
+    group_bits: int
+    """The power of two that `groups` is; `page_bits`: that a page's tokens are."""
+    page_bits: int
     page_words: int
     header_words: int
     group_words: int
@@ -67,6 +70,8 @@ def page_spec(layout: PageLayout) -> PageSpec:
         layout.value_words_per_lane,
         layout.center_keys,
         layout.groups,
+        layout.groups.bit_length() - 1,
+        layout.page_size.bit_length() - 1,
         layout.page_words,
         layout.header_words,
         layout.group_words,

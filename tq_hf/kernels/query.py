@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+QUERY_STEPS = tl.constexpr(32512.0)  # int16 for 1: the high part is at most 127
 
 
 @triton.jit
@@ -14,6 +15,16 @@ def power_of_two_above(x):
     bits = x.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.where((bits > 0x08000000) & (bits < 0x76000000), bits + 0x00800000, 0x3F800000)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(x, DTYPE: tl.constexpr):
+    """Numbers of magnitude below 1 as DTYPE; as int16, in `QUERY_STEPS` of which the bytes are a signed high and low part."""
+    if DTYPE == tl.int16:
+        n = tl.floor(x * QUERY_STEPS + 0.5).to(tl.int32)
+        return (((n + 128) & -256) | (n & 255)).to(tl.int16)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -38,7 +49,7 @@ def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling,
     if p_plain is not None:
         tl.store(p_plain[:, None] + d[None, :], scaled.to(tl.float16), mask=store)
     if p_signs is None:
-        tl.store(p_rotated[:, None] + d[None, :], scaled.to(p_rotated.dtype.element_ty), mask=store)
+        tl.store(p_rotated[:, None] + d[None, :], encode(scaled, p_rotated.dtype.element_ty), mask=store)
     else:
         for first in range(0, PADDED, 32):
             k = first + tl.arange(0, 32)
@@ -46,4 +57,4 @@ def prepare_query(query, inside, p_signs, p_rotated, p_plain, p_factor, scaling,
                 query.dtype
             )  # [32, BLOCK]; products are exact
             y = tl.dot(query, signs.trans(1, 0), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
-            tl.store(p_rotated[:, None] + k[None, :], y.to(p_rotated.dtype.element_ty), mask=inside[:, None])
+            tl.store(p_rotated[:, None] + k[None, :], encode(y, p_rotated.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,106 @@
+"""The instructions of a warp that Triton has no name for, on tensors of one value a lane.
+
+A block of shape [32] in a program of one warp is a register: element i is lane i's. Lane 4g + t holds what PTX's figures of
+the `mma` fragments give it. https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def permute_bytes(a, b, selector):
+    """Four bytes of (a, b), numbered 0 to 7 from the lowest, that the low four nibbles of `selector` name; 8 added to a
+    number replicates that byte's sign."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def lane_xor(x, distance: tl.constexpr):
+    """The value of lane `lane ^ distance`."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,n", [x, distance], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def lane_of_four(x, index: tl.constexpr):
+    """The value of lane `4g + index`, for lane 4g + t."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;", "=r,r,n", [x, index], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def largest_of_warp(x):
+    """The largest unsigned number of all lanes."""
+    return tl.inline_asm_elementwise(
+        "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def transpose(x):
+    """An 8 x 8 matrix of 16-bit numbers, transposed: lane 4g + t holds row g, columns 2t and 2t + 1."""
+    return tl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def power_of_two(x):
+    """2**x, zero for results below fp32's normal range."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_halves(a, b):
+    """The larger of two fp16, for both halves of a word."""
+    return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def split_halves(word):
+    """The two fp16 of a word in fp32, the low half first."""
+    low, high = tl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}", "=f,=f,r", [word],
+        dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return [low, high]
+
+
+@triton.jit
+def multiply_int8(a, b, c):
+    """A [16, 32] times B [32, 8] plus C, int8: lists of four, two and four registers. Returns four int32."""
+    d0, d1, d2, d3 = tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return [d0, d1, d2, d3]
+
+
+@triton.jit
+def multiply_int8_by_bytes(a, b, c):
+    """`multiply_int8` with unsigned B."""
+    d0, d1, d2, d3 = tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r", [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return [d0, d1, d2, d3]
+
+
+@triton.jit
+def multiply_fp16(a, b, c):
+    """A [16, 16] times B [16, 8] plus C, fp16: lists of four, two and four registers. Returns four fp32."""
+    d0, d1, d2, d3 = tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return [d0, d1, d2, d3]
