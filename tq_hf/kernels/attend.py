@@ -19,9 +19,11 @@ from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .packed import WEIGHT, attend_packed
 
-# Programs of the decode kernel on a multiprocessor.
-DECODE_PROGRAMS_PER_SM = 12
-DECODE_COLUMNS = 8
+DECODE_COLUMNS = 8  # of a program of the decode kernel
+# Its registers are capped where that lets more programs run at once: rather than less, it would take more, to load earlier.
+DECODE_REGISTERS = (128, 168, 255)
+PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
+DECODE_GROUPS = 2  # a split should have, to be worth its partial result
 # Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
@@ -143,7 +145,7 @@ def _attend(
     if not packed:
         splits = 0
     elif fast:
-        splits = _decode_splits(rows, page, max_entries, device)
+        splits = _decode_splits(rows, columns, page, max_entries, device)
     else:
         splits = _packed_splits(rows, columns, page, max_entries, device)
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
@@ -156,7 +158,8 @@ def _attend(
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
     p_output, p_stats, p_exact, p_exact_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = p_kept = p_means = None
-    key_block, entries_at_once = triton.next_power_of_2(page.key_dim_padded), 64 if page.key_dim_padded <= 128 else 32
+    key_block = triton.next_power_of_2(page.key_dim_padded)
+    entries_at_once = PLAN_NUMBERS // key_block
     if packed:
         shape = (rows, columns, page.key_dim_padded)
         p_rotated = torch.empty(shape, dtype=_query_dtype(page, fast, query.dtype), device=device)
@@ -170,6 +173,8 @@ def _attend(
             p_plain = torch.empty(shape, dtype=torch.float16, device=device)
 
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
+    overlap = fast and _properties(device).major >= 9
+    launch = {"launch_pdl": True} if overlap else {}
     plans = triton.cdiv(max_entries, entries_at_once) if fast else 0
     attend_exact[(rows, exact_splits + packed + plans, triton.cdiv(columns, exact_block))](
         query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
@@ -180,14 +185,15 @@ def _attend(
         FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
         CENTERED=page.center_keys, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
         ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
-        num_warps=warps,
+        AWAITED=overlap, num_warps=warps,
     )  # fmt: skip
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
             p_kept, p_means, p_output, p_stats, heads, columns, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, EARLY=0, num_warps=1,
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, DEPENDENT=overlap,
+            num_warps=1, maxnreg=_decode_registers(page, columns), **launch,
         )  # fmt: skip
     elif packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
@@ -197,7 +203,7 @@ def _attend(
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
             PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
-    combine_rows = 1 if columns <= 16 else 16
+    combine_rows, combine_splits, combine_exact, combine_warps = _combine_tile(rows, columns, splits, page, device)
     value_block = triton.next_power_of_2(page.value_dim_padded)
     combine[(rows, triton.cdiv(columns, combine_rows))](
         p_output if packed else None, p_stats, p_exact, p_exact_stats,
@@ -205,7 +211,8 @@ def _attend(
         aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1),
         0.0 if fast else WEIGHT.value,
         DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=combine_rows,
-        SPLITS=64 // combine_rows, STEP=min(128, value_block), num_warps=8,
+        SPLITS=combine_splits, EXACT_SPLITS=combine_exact, STEP=min(128, value_block), DEPENDENT=overlap,
+        num_warps=combine_warps, **launch,
     )  # fmt: skip
 
 
@@ -233,10 +240,20 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
-def _decode_splits(rows: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
+def _decode_registers(page: PageLayout, columns: int) -> int:
+    """The cap of the decode kernel's registers: the least that it fits into."""
+    words = page.key_words_per_lane + page.value_words_per_lane
+    sums = page.value_dim_padded // 8 * (1 if columns <= 4 else 2)
+    query = page.key_dim_padded // 16 * (2 if columns > 4 or page.key_format == "fp8" else 1)
+    others = 48 if columns <= 4 else 86
+    return next((n for n in DECODE_REGISTERS if words + sums + query + others <= n), DECODE_REGISTERS[-1])
+
+
+def _decode_splits(rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
     """Splits of each row's groups: one wave of programs, and as equal as can be."""
+    programs = 65536 // (32 * _decode_registers(page, columns)) * _properties(device).multi_processor_count
     groups = max_entries * page.groups
-    wave = max(1, min(DECODE_PROGRAMS_PER_SM * _properties(device).multi_processor_count // rows, groups))
+    wave = max(1, min(programs // rows, groups // DECODE_GROUPS))
     return triton.cdiv(groups, triton.cdiv(groups, wave))
 
 
@@ -281,6 +298,17 @@ def _queries_at_once(heads: int, page: PageLayout) -> int:
     return max(64, WORKSPACE // (4 * heads * 2 * (page.value_dim_padded + page.value_dim)))
 
 
+def _combine_tile(
+    rows: int, columns: int, splits: int, page: PageLayout, device: torch.device
+) -> tuple[int, int, int, int]:
+    """Columns, splits, exact splits and warps of a program of the combining kernel."""
+    if rows * columns > 4 * _properties(device).multi_processor_count:
+        return 16, 4, 2, 8
+    if splits <= 32 or page.value_dim_padded > 128:
+        return 1, 32, 4, 8
+    return 1, 128, 4, 16
+
+
 def prepare_tables(page: PageLayout, device: torch.device) -> None:
     """Make the constants that `attend` takes. Its first call may run inside a CUDA graph's memory pool (a static cache's
     first prompt does not attend to pages), which must not own what outlives the graph."""
@@ -305,4 +333,4 @@ def _signs(dim_padded: int, device: torch.device) -> Tensor:
 def _properties(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device)
-    return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=1 << 17)  # Triton's interpreter
+    return SimpleNamespace(major=0, multi_processor_count=4, shared_memory_per_multiprocessor=1 << 17)  # Triton's interpreter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .dequant import INTERPRET
 from .packed import NOTHING
@@ -11,50 +12,41 @@ from .query import LOG2_E
 
 
 @triton.jit
-def block_stats(p_stats, i_bh, first_split, splits, columns, column, SPLITS: tl.constexpr):
-    """Maxima and sums of a block of splits: [ROWS, SPLITS] each."""
-    split = first_split + tl.arange(0, SPLITS)
-    row = (i_bh.to(tl.int64) * splits + split)[None, :] * columns + column[:, None]
-    valid = (split < splits)[None, :] & (column < columns)[:, None]
-    maximum = tl.load(p_stats + 2 * row, mask=valid, other=NOTHING)
-    total = tl.load(p_stats + 2 * row + 1, mask=valid, other=0.0)
-    return maximum, total, row, valid
-
-
-@triton.jit
-def split_maximum(p_stats, i_bh, splits, columns, column, ROWS: tl.constexpr, SPLITS: tl.constexpr):
-    """The highest score of each column: [ROWS]."""
-    highest = tl.full([ROWS], NOTHING, tl.float32)
-    for first in range(0, splits, SPLITS):
-        maximum, _, _, _ = block_stats(p_stats, i_bh, first, splits, columns, column, SPLITS)
-        highest = tl.maximum(highest, tl.max(maximum, 1))
-    return highest
-
-
-@triton.jit
-def merge(p_output, p_stats, i_bh, splits, columns, column, highest, d, DIM: tl.constexpr, ROWS: tl.constexpr,
+def merge(p_output, p_stats, i_bh, splits, columns, column, d, DIM: tl.constexpr, ROWS: tl.constexpr,
           SPLITS: tl.constexpr):  # fmt: skip
-    """The splits' sums relative to the maximum `highest`: values in dimensions d, [ROWS, N], and weights, [ROWS]."""
-    acc = tl.zeros([ROWS, d.shape[0]], tl.float32)
-    denominator = tl.zeros([ROWS], tl.float32)
+    """The splits' partial results as one: the highest score and the sum of the weights [ROWS], and values in dimensions d,
+    [ROWS, N], relative to that score.
+
+    Every SPLITS-th split has sums of its own until the end, so that no step waits for another's.
+    """
+    maximum = tl.full([ROWS, SPLITS], NOTHING, tl.float32)
+    total = tl.zeros([ROWS, SPLITS], tl.float32)
+    acc = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
     for first in range(0, splits, SPLITS):
-        maximum, total, row, valid = block_stats(p_stats, i_bh, first, splits, columns, column, SPLITS)
-        scale = tl.exp2(maximum - highest[:, None])  # [ROWS, SPLITS]
-        denominator += tl.sum(scale * total, 1)
-        mask = valid[:, :, None] & (d < DIM)[None, None, :]
-        x = tl.load(p_output + row[:, :, None] * DIM + d[None, None, :], mask=mask, other=0.0)
-        acc += tl.sum(x * scale[:, :, None], 1)
-    return acc, denominator
+        split = first + tl.arange(0, SPLITS)
+        row = (i_bh.to(tl.int64) * splits + split)[None, :] * columns + column[:, None]
+        valid = (split < splits)[None, :] & (column < columns)[:, None]
+        x = tl.load(
+            p_output + row[:, :, None] * DIM + d[None, None, :], mask=valid[:, :, None] & (d < DIM)[None, None, :], other=0.0
+        )
+        their_maximum = tl.load(p_stats + 2 * row, mask=valid, other=NOTHING)
+        their_total = tl.load(p_stats + 2 * row + 1, mask=valid, other=0.0)
+        highest = tl.maximum(maximum, their_maximum)
+        decay, scale = tl.exp2(maximum - highest), tl.exp2(their_maximum - highest)
+        total = total * decay + their_total * scale
+        acc = acc * decay[:, :, None] + x * scale[:, :, None]
+        maximum = highest
+    highest = tl.max(maximum, 1)
+    scale = tl.exp2(maximum - highest[:, None])
+    return highest, tl.sum(total * scale, 1), tl.sum(acc * scale[:, :, None], 1)
 
 
 @triton.jit
-def rotate_back(x, p_signs, d, BLOCK: tl.constexpr):
-    """x [ROWS, BLOCK] in rotated coordinates to dimensions d, [ROWS, N]."""
+def rotate_back(x, signs):
+    """x [ROWS, BLOCK] in rotated coordinates to the dimensions of signs, [BLOCK, N]."""
     ROWS: tl.constexpr = x.shape[0]
-    k = tl.arange(0, BLOCK)
-    signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :])  # [BLOCK, N]
     if ROWS < 16:  # the smallest product has 16 rows
-        x = x.broadcast_to(16, BLOCK)
+        x = x.broadcast_to(16, x.shape[1])
     if INTERPRET:  # it knows no bf16
         y = tl.dot(x, signs.to(tl.float32))
     else:
@@ -70,17 +62,18 @@ def combine(
     p_packed, p_packed_stats, p_exact, p_exact_stats, p_signs, p_aux_sinks, p_out,
     heads, columns, group, splits, exact_splits, stride_ob, stride_oq, weight_shift,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
+    EXACT_SPLITS: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, column blocks); the output is written STEP dimensions at a time.
+    """Grid (B * H, column blocks); ROWS is 1 or at least 16. The output is written STEP dimensions at a time.
 
     Args:
-        p_packed, p_packed_stats: of `packed.attend_packed`, or None.
+        p_packed, p_packed_stats: of `packed.attend_packed` or `decode.decode`, or None.
         p_exact, p_exact_stats: of `exact.attend_exact`.
         p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, or None.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
         weight_shift: the power of two by which packed weights are scaled.
+        DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
@@ -88,32 +81,41 @@ def combine(
     head = i_h * group + column % group
     inside = column < columns
     p_row = p_out + i_b.to(tl.int64) * stride_ob + (column // group).to(tl.int64) * stride_oq + head * DIM
-    highest = split_maximum(p_exact_stats, i_bh, exact_splits, columns, column, ROWS, SPLITS)
-    if p_packed is not None:
-        highest = tl.maximum(highest, split_maximum(p_packed_stats, i_bh, splits, columns, column, ROWS, SPLITS))
-    others = tl.zeros([ROWS], tl.float32)
-    if p_aux_sinks is not None:
-        aux = tl.load(p_aux_sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, aux)
-        others = tl.exp2(aux - highest)
+    k = tl.arange(0, BLOCK)
+    tables = []
     if p_signs is not None:
-        k = tl.arange(0, BLOCK)
-        rotated, packed_total = merge(p_packed, p_packed_stats, i_bh, splits, columns, column, highest + weight_shift, k,
-                                      PADDED, ROWS, SPLITS)  # fmt: skip
-        rotated *= PADDED**-0.5
-    for first in range(0, DIM, STEP):
-        d = first + tl.arange(0, STEP)
-        out, denominator = merge(
-            p_exact, p_exact_stats, i_bh, exact_splits, columns, column, highest, d, DIM, ROWS, SPLITS
+        for first in tl.static_range(0, DIM, STEP):
+            tables = tables + [tl.load(p_signs + k[:, None] * BLOCK + (first + tl.arange(0, STEP))[None, :])]
+    if DEPENDENT:
+        gdc_wait()
+    if p_signs is not None:
+        packed_highest, packed_total, rotated = merge(
+            p_packed, p_packed_stats, i_bh, splits, columns, column, k, PADDED, ROWS, SPLITS
         )
-        denominator += others
+        rotated *= PADDED**-0.5
+    for first in tl.static_range(0, DIM, STEP):
+        d = first + tl.arange(0, STEP)
+        highest, denominator, out = merge(
+            p_exact, p_exact_stats, i_bh, exact_splits, columns, column, d, DIM, ROWS, EXACT_SPLITS
+        )
+        if p_aux_sinks is not None:
+            aux = tl.load(p_aux_sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+            before = highest
+            highest = tl.maximum(before, aux)
+            decay = tl.exp2(before - highest)
+            denominator = denominator * decay + tl.exp2(aux - highest)
+            out *= decay[:, None]
         if p_packed is not None:
             if p_signs is not None:
-                out += rotate_back(rotated, p_signs, d, BLOCK)
+                packed = rotate_back(rotated, tables[first // STEP])
             else:
-                x, packed_total = merge(p_packed, p_packed_stats, i_bh, splits, columns, column, highest + weight_shift, d,
-                                        PADDED, ROWS, SPLITS)  # fmt: skip
-                out += x
-            denominator += packed_total
+                packed_highest, packed_total, packed = merge(
+                    p_packed, p_packed_stats, i_bh, splits, columns, column, d, PADDED, ROWS, SPLITS
+                )
+            before = highest
+            highest = tl.maximum(before, packed_highest)
+            decay, scale = tl.exp2(before - highest), tl.exp2(packed_highest - highest - weight_shift)
+            denominator = denominator * decay + packed_total * scale
+            out = out * decay[:, None] + packed * scale[:, None]
         out /= tl.where(denominator > 0, denominator, 1.0)[:, None]
         tl.store(p_row[:, None] + d[None, :], out.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])

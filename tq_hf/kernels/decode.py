@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
@@ -323,7 +324,7 @@ def add_values(sums, decay, words, table, weights, magic, L: tl.constexpr, NX: t
 def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
     heads, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits), one warp each.
 
@@ -337,6 +338,8 @@ def decode(
         p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
+        DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`, `p_factor`, `p_kept`
+            and `p_means`.
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
@@ -360,6 +363,16 @@ def decode(
     keys = load_lane_words(p_group, L.key_words)
     values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
     fields = load_fields(p_group + 32 * (L.key_words + L.value_words), live, L.fields)
+    # A copy a lane: constants in uniform registers or in the code would be moved for each use.
+    key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
+    if L.same_table:
+        value_table = key_table
+    else:
+        value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
+    magic = [tl.load(p_tables + 128 + lane)] * 4
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     kept = tl.load(p_bits + first, mask=live, other=0)
     own_columns = []
     for x in tl.static_range(NX):
@@ -369,13 +382,6 @@ def decode(
         p_mean = p_means + i_bh.to(tl.int64) * capacity * columns
         for x in tl.static_range(NX):
             means = means + [tl.load(p_mean + (first >> L.group_bits) * columns + own_columns[x], mask=live, other=0.0)]
-
-    # A copy a lane: constants in uniform registers or in the code would be moved for each use.
-    key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
-    if L.same_table:
-        value_table = key_table
-    else:
-        value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
     zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
     query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
@@ -385,7 +391,6 @@ def decode(
     if L.key_format == "lloyd_max":
         bias = half_sums(query, zero, L, NX)
     selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
-    magic = [tl.load(p_tables + 128 + lane)] * 4
 
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * (DIMS * NX)
@@ -395,21 +400,17 @@ def decode(
     scaled = [nothing] * NX  # of the weights times value scales
     minima = [nothing] * NX  # of the weights times value minima
     for step in tl.range(0, steps, num_stages=1):
-        item = first + (step + 1) * n_s  # the next one, whose loads are issued where this one's registers become free
+        item = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
         live = next_page >= 0
         p_next = p_head + (next_page.to(tl.int64) * heads * L.page_words + (item & (L.groups - 1)) * L.group_words)
         p_group = tl.where(live, p_next, p_group)
-        if EARLY:
-            next_keys = load_lane_words(p_group, L.key_words)
-            next_values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
+        next_keys = load_lane_words(p_group, L.key_words)
+        next_values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
         if L.key_format == "lloyd_max":
             scores = int8_scores(lane_words(keys, L.key_words), key_table, query, bias, zero, L, NX)
         else:
             scores = fp8_scores(lane_words(keys, L.key_words), query, L, NX)
-        if EARLY:
-            keys = next_keys
-        else:
-            keys = load_lane_words(p_group, L.key_words)
+        keys = next_keys
 
         scale_words = field_words(fields, SCALE, L.fields)
         scale = split_halves(scale_words[0]) + split_halves(scale_words[1])
@@ -462,10 +463,7 @@ def decode(
 
         weights = weight_operand(integers, selector, NX)
         sums = add_values(sums, decay, lane_words(values, L.value_words), value_table, weights, magic, L, NX)
-        if EARLY:
-            values = next_values
-        else:
-            values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
+        values = next_values
 
     row = (i_bh.to(tl.int64) * n_s + i_s) * columns
     for x in tl.static_range(NX):

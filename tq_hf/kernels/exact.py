@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .packed import NOTHING
 from .plan import plan_entries
@@ -42,7 +43,7 @@ def attend_exact(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, FP8: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, CENTERED: tl.constexpr, GROUPS: tl.constexpr,
     PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks), one more split if `p_rotated` is given: the query then goes to `p_rotated`,
     `p_plain` and `p_factor` as `packed.attend_packed` or `decode.decode` takes it. cdiv(capacity, ENTRIES) further splits
@@ -53,7 +54,10 @@ def attend_exact(
         p_output: fp32 [B * H, splits, columns, VALUE_DIM]: weighted sums of values.
         p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
         query_offset: position of query 0 minus the committed length.
+        AWAITED: whether the next kernel may start before this one has finished, and waits for it.
     """
+    if AWAITED:
+        gdc_launch_dependents()
     i_bh, i_s = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // heads, i_bh % heads
     first_column = tl.program_id(2) * ROWS

@@ -31,13 +31,13 @@ def plan_entries(
     exists = entry < tl.minimum(tl.load(p_counters + 2), capacity)
     page = tl.load(p_pages + entry, mask=exists, other=-1)
     if CENTERED:
-        x = query.to(tl.float32)
-        above, inverse = power_of_two_above(tl.sqrt(tl.sum(x * x, 1)))
-        factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
         d = tl.arange(0, BLOCK)
         p_page = p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS
         p_mean = p_page.to(tl.pointer_type(tl.float16))
         mean = tl.load(p_mean[:, None] + d[None, :], mask=(page >= 0)[:, None] & (d < DIM)[None, :], other=0.0)
+        x = query.to(tl.float32)
+        above, inverse = power_of_two_above(tl.sqrt(tl.sum(x * x, 1)))
+        factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
         scores = tl.dot(mean, (x * inverse[:, None]).to(tl.float16).trans(1, 0)) * factor[None, :]  # [ENTRIES, ROWS]
         row = (i_b * heads + i_h).to(tl.int64) * capacity + entry
         tl.store(p_means + row[:, None] * columns + column[None, :], scores, mask=exists[:, None] & inside[None, :])
