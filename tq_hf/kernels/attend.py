@@ -17,7 +17,7 @@ from .combine import combine
 from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
-from .packed import WEIGHT, attend_packed
+from .packed import attend_packed
 
 DECODE_COLUMNS = 8  # of a program of the decode kernel
 # Its registers are capped where that lets more programs run at once: rather than less, it would take more, to load earlier.
@@ -153,10 +153,11 @@ def _attend(
     exact_splits = max(
         1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
     )
-    sizes = (splits * page.value_dim_padded, splits * 2, exact_splits * page.value_dim, exact_splits * 2, 1)
+    all_splits = splits + exact_splits
+    sizes = (all_splits * page.value_dim_padded, all_splits * 2, 1)
     floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
-    p_output, p_stats, p_exact, p_exact_stats, p_factor = workspace.split(floats)
+    p_output, p_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = p_kept = p_means = None
     key_block = triton.next_power_of_2(page.key_dim_padded)
     entries_at_once = PLAN_NUMBERS // key_block
@@ -178,41 +179,42 @@ def _attend(
     plans = triton.cdiv(max_entries, entries_at_once) if fast else 0
     attend_exact[(rows, exact_splits + packed + plans, triton.cdiv(columns, exact_block))](
         query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
-        p_signs, p_rotated, p_plain, p_factor, p_exact, p_exact_stats, pool, page_ids, entries, p_kept, p_means,
-        heads, columns, group, new, slots, sinks, exact_splits, page_ids.stride(0), max_entries, query_offset,
+        p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, pool, page_ids, entries, p_kept, p_means,
+        heads, columns, group, new, slots, sinks, exact_splits, all_splits, page_ids.stride(0), max_entries, query_offset,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap,
         KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block,
-        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
+        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded,
+        VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
         CENTERED=page.center_keys, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
         ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
         AWAITED=overlap, num_warps=warps,
     )  # fmt: skip
+    value_block = triton.next_power_of_2(page.value_dim_padded)
+    rotates = packed and page.rotates_values
+    rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
-            p_kept, p_means, p_output, p_stats, heads, columns, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, DEPENDENT=overlap,
+            p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, ROTATE_BACK=rotates and not rotated,
+            DEPENDENT=overlap,
             num_warps=1, maxnreg=_decode_registers(page, columns), **launch,
         )  # fmt: skip
     elif packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
             p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
-            p_output, p_stats, heads, columns, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
+            p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
             softcap_exponent, L=page_spec(page), COLUMNS=block,
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
             PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
-    combine_rows, combine_splits, combine_exact, combine_warps = _combine_tile(rows, columns, splits, page, device)
-    value_block = triton.next_power_of_2(page.value_dim_padded)
-    combine[(rows, triton.cdiv(columns, combine_rows))](
-        p_output if packed else None, p_stats, p_exact, p_exact_stats,
-        _signs(page.value_dim_padded, device) if packed and page.rotates_values else None,
-        aux_sinks, out, heads, columns, group, splits, exact_splits, out.stride(0), out.stride(1),
-        0.0 if fast else WEIGHT.value,
-        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=combine_rows,
-        SPLITS=combine_splits, EXACT_SPLITS=combine_exact, STEP=min(128, value_block), DEPENDENT=overlap,
-        num_warps=combine_warps, **launch,
+    column_tile, split_tile, step = _combine_tile(rows, columns, all_splits, value_block, rotated, device)
+    combine[(rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step))](
+        p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
+        heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1),
+        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile, STEP=step,
+        DEPENDENT=overlap, num_warps=8 if rotated else 4, **launch,
     )  # fmt: skip
 
 
@@ -299,14 +301,18 @@ def _queries_at_once(heads: int, page: PageLayout) -> int:
 
 
 def _combine_tile(
-    rows: int, columns: int, splits: int, page: PageLayout, device: torch.device
-) -> tuple[int, int, int, int]:
-    """Columns, splits, exact splits and warps of a program of the combining kernel."""
-    if rows * columns > 4 * _properties(device).multi_processor_count:
-        return 16, 4, 2, 8
-    if splits <= 32 or page.value_dim_padded > 128:
-        return 1, 32, 4, 8
-    return 1, 128, 4, 16
+    rows: int, columns: int, splits: int, value_block: int, rotated: bool, device: torch.device
+) -> tuple[int, int, int]:
+    """Columns, splits and dimensions of a tile of the combining kernel."""
+    step = min(128, value_block)
+    if columns > 16:
+        return 16, 4, step
+    if rotated:
+        return 1, 8192 // value_block, step
+    # Few rows: as many programs as can be, each with all splits at once.
+    if rows * columns * value_block <= 64 * _properties(device).multi_processor_count:
+        step = 32
+    return 1, max(16, min(128, triton.next_power_of_2(splits), 4096 // step)), step
 
 
 def prepare_tables(page: PageLayout, device: torch.device) -> None:

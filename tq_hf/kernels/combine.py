@@ -1,4 +1,7 @@
-"""Merges the partial results of all splits, rotates the packed part back and divides by the softmax's denominator."""
+"""Merges the partial results of all splits and divides by the softmax's denominator.
+
+The first of a row's splits may hold sums in rotated coordinates, which are rotated back here; the others are plain.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from .query import LOG2_E
 
 
 @triton.jit
-def merge(p_output, p_stats, i_bh, splits, columns, column, d, DIM: tl.constexpr, ROWS: tl.constexpr,
-          SPLITS: tl.constexpr):  # fmt: skip
-    """The splits' partial results as one: the highest score and the sum of the weights [ROWS], and values in dimensions d,
-    [ROWS, N], relative to that score.
+def merge(p_output, p_stats, i_bh, first_split, end_split, splits, columns, column, d, DIM: tl.constexpr,
+          ROWS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """Splits `first_split` to `end_split` as one: the highest score and the sum of the weights [ROWS], and values in
+    dimensions d, [ROWS, N], relative to that score.
 
     Every SPLITS-th split has sums of its own until the end, so that no step waits for another's.
     """
     maximum = tl.full([ROWS, SPLITS], NOTHING, tl.float32)
     total = tl.zeros([ROWS, SPLITS], tl.float32)
     acc = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
-    for first in range(0, splits, SPLITS):
+    for first in range(first_split, end_split, SPLITS):
         split = first + tl.arange(0, SPLITS)
         row = (i_bh.to(tl.int64) * splits + split)[None, :] * columns + column[:, None]
-        valid = (split < splits)[None, :] & (column < columns)[:, None]
+        valid = (split < end_split)[None, :] & (column < columns)[:, None]
         x = tl.load(
             p_output + row[:, :, None] * DIM + d[None, None, :], mask=valid[:, :, None] & (d < DIM)[None, None, :], other=0.0
         )
@@ -57,65 +60,53 @@ def rotate_back(x, signs):
     return y
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "group", "splits", "exact_splits", "stride_ob", "stride_oq"])
+@triton.jit(do_not_specialize=["heads", "columns", "group", "rotated_splits", "splits", "stride_ob", "stride_oq"])
 def combine(
-    p_packed, p_packed_stats, p_exact, p_exact_stats, p_signs, p_aux_sinks, p_out,
-    heads, columns, group, splits, exact_splits, stride_ob, stride_oq, weight_shift,
+    p_output, p_stats, p_signs, p_aux_sinks, p_out,
+    heads, columns, group, rotated_splits, splits, stride_ob, stride_oq,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    EXACT_SPLITS: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, column blocks); ROWS is 1 or at least 16. The output is written STEP dimensions at a time.
+    """Grid (B * H, column blocks, cdiv(DIM, STEP)): STEP dimensions of ROWS columns.
 
     Args:
-        p_packed, p_packed_stats: of `packed.attend_packed` or `decode.decode`, or None.
-        p_exact, p_exact_stats: of `exact.attend_exact`.
-        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, or None.
+        p_output: fp32 [B * H, splits, columns, PADDED]: weighted sums of values.
+        p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
+        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension; None if no split is
+            rotated.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
-        weight_shift: the power of two by which packed weights are scaled.
+        rotated_splits: how many splits come first that hold rotated coordinates.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    d = tl.program_id(2) * STEP + tl.arange(0, STEP)
     head = i_h * group + column % group
     inside = column < columns
-    p_row = p_out + i_b.to(tl.int64) * stride_ob + (column // group).to(tl.int64) * stride_oq + head * DIM
     k = tl.arange(0, BLOCK)
-    tables = []
     if p_signs is not None:
-        for first in tl.static_range(0, DIM, STEP):
-            tables = tables + [tl.load(p_signs + k[:, None] * BLOCK + (first + tl.arange(0, STEP))[None, :])]
+        signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :])  # [BLOCK, STEP]
     if DEPENDENT:
         gdc_wait()
+    highest, denominator, out = merge(p_output, p_stats, i_bh, rotated_splits, splits, splits, columns, column, d, PADDED,
+                                      ROWS, SPLITS)  # fmt: skip
     if p_signs is not None:
-        packed_highest, packed_total, rotated = merge(
-            p_packed, p_packed_stats, i_bh, splits, columns, column, k, PADDED, ROWS, SPLITS
-        )
-        rotated *= PADDED**-0.5
-    for first in tl.static_range(0, DIM, STEP):
-        d = first + tl.arange(0, STEP)
-        highest, denominator, out = merge(
-            p_exact, p_exact_stats, i_bh, exact_splits, columns, column, d, DIM, ROWS, EXACT_SPLITS
-        )
-        if p_aux_sinks is not None:
-            aux = tl.load(p_aux_sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-            before = highest
-            highest = tl.maximum(before, aux)
-            decay = tl.exp2(before - highest)
-            denominator = denominator * decay + tl.exp2(aux - highest)
-            out *= decay[:, None]
-        if p_packed is not None:
-            if p_signs is not None:
-                packed = rotate_back(rotated, tables[first // STEP])
-            else:
-                packed_highest, packed_total, packed = merge(
-                    p_packed, p_packed_stats, i_bh, splits, columns, column, d, PADDED, ROWS, SPLITS
-                )
-            before = highest
-            highest = tl.maximum(before, packed_highest)
-            decay, scale = tl.exp2(before - highest), tl.exp2(packed_highest - highest - weight_shift)
-            denominator = denominator * decay + packed_total * scale
-            out = out * decay[:, None] + packed * scale[:, None]
-        out /= tl.where(denominator > 0, denominator, 1.0)[:, None]
-        tl.store(p_row[:, None] + d[None, :], out.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
+        rotated_highest, rotated_total, x = merge(p_output, p_stats, i_bh, 0, rotated_splits, splits, columns, column, k,
+                                                  PADDED, ROWS, SPLITS)  # fmt: skip
+        before = highest
+        highest = tl.maximum(before, rotated_highest)
+        decay, scale = tl.exp2(before - highest), tl.exp2(rotated_highest - highest)
+        denominator = denominator * decay + rotated_total * scale
+        out = out * decay[:, None] + rotate_back(x * PADDED**-0.5, signs) * scale[:, None]
+    if p_aux_sinks is not None:
+        aux = tl.load(p_aux_sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        before = highest
+        highest = tl.maximum(before, aux)
+        decay = tl.exp2(before - highest)
+        denominator = denominator * decay + tl.exp2(aux - highest)
+        out *= decay[:, None]
+    out /= tl.where(denominator > 0, denominator, 1.0)[:, None]
+    p_row = p_out + i_b.to(tl.int64) * stride_ob + (column // group).to(tl.int64) * stride_oq + head * DIM
+    tl.store(p_row[:, None] + d[None, :], out.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])

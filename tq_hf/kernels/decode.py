@@ -320,11 +320,30 @@ def add_values(sums, decay, words, table, weights, magic, L: tl.constexpr, NX: t
     return new
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "stride_page_ids", "capacity"])
+@triton.jit
+def rotate_lanes(values, g):
+    """Rotates a vector of a power of two of coordinates, of which lanes 4g + t hold number g * len(values) + i as value i."""
+    DIMS: tl.constexpr = len(values)
+    for bit in tl.static_range(6):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
+        if 1 << bit < DIMS:
+            new = []
+            for i in tl.static_range(DIMS):
+                if i & (1 << bit) == 0:
+                    new = new + [values[i] + values[i + (1 << bit)]]
+                else:
+                    new = new + [values[i - (1 << bit)] - values[i]]
+            values = new
+    for bit in tl.static_range(3):
+        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
+        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
+    return [v * (8 * DIMS) ** -0.5 for v in values]
+
+
+@triton.jit(do_not_specialize=["heads", "columns", "all_splits", "stride_page_ids", "capacity"])
 def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
-    heads, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    heads, columns, all_splits, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
+    ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits), one warp each.
 
@@ -334,10 +353,10 @@ def decode(
         p_tables: int32 [5, 32], `int8_tables`.
         p_kept: int32 [B, capacity * groups], a bit for each token that counts (`plan.py`).
         p_means: fp32 [B * H, capacity, columns], scores of the pages' mean keys in powers of two (`plan.py`), or None.
-        p_output: fp32 [B * H, splits, columns, value_padded]: weighted sums of values.
-        p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
+        p_output, p_stats: of `combine.combine`; the first splits are this kernel's, of which there are `all_splits`.
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
+        ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`, `p_factor`, `p_kept`
             and `p_means`.
     """
@@ -465,7 +484,7 @@ def decode(
         sums = add_values(sums, decay, lane_words(values, L.value_words), value_table, weights, magic, L, NX)
         values = next_values
 
-    row = (i_bh.to(tl.int64) * n_s + i_s) * columns
+    row = (i_bh.to(tl.int64) * all_splits + i_s) * columns
     for x in tl.static_range(NX):
         column = NX * t + x
         inside = column < columns
@@ -479,12 +498,14 @@ def decode(
         p_stats_row = p_stats + 2 * (row + column)
         tl.store(p_stats_row, highest[x], mask=inside & (g == 0))
         tl.store(p_stats_row + 1, weight, mask=inside & (g == 0))
+        values = []
+        for i in tl.static_range(DIMS):
+            values = values + [tl.fma(sums[i * NX + x], factor, offset)]
+        if ROTATE_BACK:
+            values = rotate_lanes(values, g)
         p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
         for i in tl.static_range(0, DIMS, 4):
-            y = []
-            for e in tl.static_range(4):
-                y = y + [tl.fma(sums[(i + e) * NX + x], factor, offset)]
-            y = tl.join(tl.join(y[0], y[2]), tl.join(y[1], y[3])).reshape(32, 4)
+            y = tl.join(tl.join(values[i], values[i + 2]), tl.join(values[i + 1], values[i + 3])).reshape(32, 4)
             tl.store(p_row + i, y, mask=inside[:, None])
 
 
