@@ -194,12 +194,13 @@ def _attend(
     rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
+        assert p_rotated is not None
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
             softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, ROTATE_BACK=rotates and not rotated,
             DEPENDENT=overlap,
-            num_warps=1, maxnreg=_decode_registers(page, columns), **launch,
+            num_warps=1, maxnreg=decode_registers(page, columns), **launch,
         )  # fmt: skip
     elif packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
@@ -242,7 +243,7 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
-def _decode_registers(page: PageLayout, columns: int) -> int:
+def decode_registers(page: PageLayout, columns: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
     words = page.key_words_per_lane + page.value_words_per_lane
     sums = page.value_dim_padded // 8 * (1 if columns <= 4 else 2)
@@ -253,7 +254,7 @@ def _decode_registers(page: PageLayout, columns: int) -> int:
 
 def _decode_splits(rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
     """Splits of each row's groups: one wave of programs, and as equal as can be."""
-    programs = 65536 // (32 * _decode_registers(page, columns)) * _properties(device).multi_processor_count
+    programs = 65536 // (32 * decode_registers(page, columns)) * _properties(device).multi_processor_count
     groups = max_entries * page.groups
     wave = max(1, min(programs // rows, groups // DECODE_GROUPS))
     return triton.cdiv(groups, triton.cdiv(groups, wave))
@@ -339,4 +340,5 @@ def _signs(dim_padded: int, device: torch.device) -> Tensor:
 def _properties(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device)
-    return SimpleNamespace(major=0, multi_processor_count=4, shared_memory_per_multiprocessor=1 << 17)  # Triton's interpreter
+    # Triton's interpreter
+    return SimpleNamespace(major=0, multi_processor_count=4, shared_memory_per_multiprocessor=1 << 17)

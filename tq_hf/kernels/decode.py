@@ -7,8 +7,8 @@ bits, as two bytes in two columns of the product or in two products:
     scores   = key levels [32 tokens, D] x query [D, 8]            query as 256 * high + low, both signed
     sums     = value levels [D, 32 tokens] x weights [32, 8]       weights as 256 * high + low, both unsigned
 
-With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds both,
-and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
+With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
+both, and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
 
 Weights are relative to the highest score and the largest value scale of their 32 tokens, so that 16 bits lose nothing of a
 flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway.
@@ -322,7 +322,7 @@ def add_values(sums, decay, words, table, weights, magic, L: tl.constexpr, NX: t
 
 @triton.jit
 def rotate_lanes(values, g):
-    """Rotates a vector of a power of two of coordinates, of which lanes 4g + t hold number g * len(values) + i as value i."""
+    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
     DIMS: tl.constexpr = len(values)
     for bit in tl.static_range(6):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
         if 1 << bit < DIMS:
@@ -357,8 +357,8 @@ def decode(
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
-        DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`, `p_factor`, `p_kept`
-            and `p_means`.
+        DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`,
+            `p_factor`, `p_kept` and `p_means`.
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane

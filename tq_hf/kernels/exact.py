@@ -38,11 +38,12 @@ def token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink, p_
 def attend_exact(
     p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
     p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, p_pool, p_page_ids, p_entries, p_kept, p_means,
-    heads, columns, group, new, slots, sinks, splits, all_splits, stride_page_ids, capacity, query_offset, stride_qb, stride_qh, stride_qt,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_q, mask_k, scaling, softcap,
+    heads, columns, group, new, slots, sinks, splits, all_splits, stride_page_ids, capacity, query_offset,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    mask_b, mask_q, mask_k, scaling, softcap,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, FP8: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, CENTERED: tl.constexpr, GROUPS: tl.constexpr,
-    PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, CENTERED: tl.constexpr,
+    GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks), one more split if `p_rotated` is given: the query then goes to `p_rotated`,

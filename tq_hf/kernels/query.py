@@ -19,7 +19,7 @@ def power_of_two_above(x):
 
 @triton.jit
 def encode(x, DTYPE: tl.constexpr):
-    """Numbers of magnitude below 1 as DTYPE; as int16, in `QUERY_STEPS` of which the bytes are a signed high and low part."""
+    """Numbers of magnitude below 1 as DTYPE; as int16, in `QUERY_STEPS`, with a signed high and a signed low byte."""
     if DTYPE == tl.int16:
         n = tl.floor(x * QUERY_STEPS + 0.5).to(tl.int32)
         return (((n + 128) & -256) | (n & 255)).to(tl.int16)

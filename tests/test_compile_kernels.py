@@ -1,0 +1,88 @@
+"""The decode kernel compiled for GPUs that this machine need not have: it must fit their registers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tq_hf.config import TurboQuantConfig
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+POINTERS = {
+    "p_query": "*i32", "p_factor": "*fp32", "p_pool": "*i32", "p_tables": "*i32", "p_page_ids": "*i32",
+    "p_row_start": "*i32", "p_counters": "*i32", "p_kept": "*i32", "p_means": "*fp32", "p_output": "*fp32",
+    "p_stats": "*fp32",
+}  # fmt: skip
+BYTES_A_REGISTER = 4
+
+
+def resources(preset: str, dim: int, columns: int, architecture: int, folder: Path) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tq_hf.kernels.attend import decode_registers
+    from tq_hf.kernels.decode import decode
+    from tq_hf.kernels.dequant import page_spec
+
+    layout = TurboQuantConfig.from_preset(preset).layout(dim, dim, torch.bfloat16)
+    constants = {
+        "softcap": None,
+        "L": page_spec(layout),
+        "NX": 1 if columns <= 4 else 2,
+        "ROTATE_BACK": layout.rotates_values and dim & (dim - 1) == 0,
+        "DEPENDENT": architecture >= 90,
+    }
+    if not layout.center_keys:
+        constants["p_means"] = None
+    names = decode.arg_names
+    floats = dict.fromkeys(("key_step", "value_step"), "fp32")
+    signature = {name: "constexpr" if name in constants else (POINTERS | floats).get(name, "i32") for name in names}
+    source = ASTSource(
+        decode,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in POINTERS},
+    )
+    options = {"num_warps": 1, "maxnreg": decode_registers(layout, columns)}
+    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    assert kernel.metadata.shared == 0
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    ("preset", "dim", "columns", "most"),
+    [
+        ("tq4", 128, 4, 128),
+        ("tq2", 128, 4, 128),
+        ("4bit_nc", 128, 4, 128),
+        ("k8v4", 128, 4, 128),
+        ("tq3", 96, 1, 128),
+        ("tq4", 128, 8, 168),
+        ("tq4", 256, 4, 168),
+    ],
+)
+def test_decode_spills_nothing(
+    preset: str, dim: int, columns: int, most: int, architecture: int, tmp_path: Path
+) -> None:
+    registers, stack = resources(preset, dim, columns, architecture, tmp_path)
+    assert registers <= most and stack == 0
+
+
+def test_the_widest_decode_spills_little(tmp_path: Path) -> None:
+    _, stack = resources("tq4", 256, 8, 90, tmp_path)
+    assert stack <= 16 * BYTES_A_REGISTER
