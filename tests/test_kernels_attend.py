@@ -195,6 +195,7 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq3", 96, length=45, group=2, options=narrow()),
         Case("tq2", 80, length=45, group=2, options=narrow()),
         Case("tq4", 128, 32, length=45, options=narrow()),
+        Case("tq4", 32, 48, length=45, options=narrow()),
         Case("tq4", 32, 128, length=45, options=narrow(codebook="beta")),
         Case("tq4", 32, length=77, group=7, queries=5, options=narrow()),
         Case("k8v4", 32, length=77, options=narrow(value_bits=8)),

@@ -191,14 +191,15 @@ def _attend(
     )  # fmt: skip
     value_block = triton.next_power_of_2(page.value_dim_padded)
     rotates = packed and page.rotates_values
-    rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
+    by_lanes = rotates and fast and value_block == page.value_dim_padded
+    by_table = rotates and not by_lanes
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
         assert p_rotated is not None
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, ROTATE_BACK=rotates and not rotated,
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, ROTATE_BACK=by_lanes,
             DEPENDENT=overlap,
             num_warps=1, maxnreg=decode_registers(page, columns), **launch,
         )  # fmt: skip
@@ -210,12 +211,13 @@ def _attend(
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
             PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
-    column_tile, split_tile, step = _combine_tile(rows, columns, all_splits, value_block, rotated, device)
+    column_tile, split_tile, step = _combine_tile(rows, columns, all_splits, value_block, by_table, device)
     combine[(rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step))](
-        p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
-        heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1),
+        p_output, p_stats, _signs(page.value_dim_padded, device) if by_table else None, aux_sinks, out,
+        heads, columns, group, splits if rotates else 0, all_splits, out.stride(0), out.stride(1),
         DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile, STEP=step,
-        DEPENDENT=overlap, num_warps=8 if rotated else 4, **launch,
+        BY_LANES=by_lanes, DEPENDENT=overlap,
+        num_warps=8 if by_table or column_tile > 1 else max(4, split_tile * step // 1024), **launch,
     )  # fmt: skip
 
 
@@ -302,18 +304,18 @@ def _queries_at_once(heads: int, page: PageLayout) -> int:
 
 
 def _combine_tile(
-    rows: int, columns: int, splits: int, value_block: int, rotated: bool, device: torch.device
+    rows: int, columns: int, splits: int, value_block: int, by_table: bool, device: torch.device
 ) -> tuple[int, int, int]:
     """Columns, splits and dimensions of a tile of the combining kernel."""
     step = min(128, value_block)
     if columns > 16:
         return 16, 4, step
-    if rotated:
+    if by_table:
         return 1, 8192 // value_block, step
-    # Few rows: as many programs as can be, each with all splits at once.
+    # With few rows, as many programs as can be, each with all splits at once.
     if rows * columns * value_block <= 64 * _properties(device).multi_processor_count:
         step = 32
-    return 1, max(16, min(128, triton.next_power_of_2(splits), 4096 // step)), step
+    return 1, max(16, min(16384 // step, triton.next_power_of_2(splits))), step
 
 
 def prepare_tables(page: PageLayout, device: torch.device) -> None:

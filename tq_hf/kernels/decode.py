@@ -321,10 +321,11 @@ def add_values(sums, decay, words, table, weights, magic, L: tl.constexpr, NX: t
 
 
 @triton.jit
-def rotate_lanes(values, g):
-    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
+def rotate_lane(values):
+    """Multiplies a lane's coordinates by Sylvester's matrix: a rotation's product with the low bits of a coordinate's number.
+    The high bits are the lane group's, and left to `combine.rotate_groups`, which has fewer vectors to rotate."""
     DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(6):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
+    for bit in tl.static_range(5):
         if 1 << bit < DIMS:
             new = []
             for i in tl.static_range(DIMS):
@@ -333,10 +334,7 @@ def rotate_lanes(values, g):
                 else:
                     new = new + [values[i - (1 << bit)] - values[i]]
             values = new
-    for bit in tl.static_range(3):
-        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
-        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
-    return [v * (8 * DIMS) ** -0.5 for v in values]
+    return values
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "all_splits", "stride_page_ids", "capacity"])
@@ -356,7 +354,7 @@ def decode(
         p_output, p_stats: of `combine.combine`; the first splits are this kernel's, of which there are `all_splits`.
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
-        ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
+        ROTATE_BACK: whether to begin rotating back (`rotate_lane`), for dimensions that are powers of two.
         DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`,
             `p_factor`, `p_kept` and `p_means`.
     """
@@ -502,7 +500,7 @@ def decode(
         for i in tl.static_range(DIMS):
             values = values + [tl.fma(sums[i * NX + x], factor, offset)]
         if ROTATE_BACK:
-            values = rotate_lanes(values, g)
+            values = rotate_lane(values)
         p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
         for i in tl.static_range(0, DIMS, 4):
             y = tl.join(tl.join(values[i], values[i + 2]), tl.join(values[i + 1], values[i + 3])).reshape(32, 4)

@@ -140,4 +140,4 @@ def attend_exact(
         row = (i_bh.to(tl.int64) * all_splits + all_splits - splits + i_s) * columns + column
         tl.store(p_stats + 2 * row, maximum, mask=inside)
         tl.store(p_stats + 2 * row + 1, total, mask=inside)
-        tl.store(p_output + row[:, None] * VALUE_PADDED + e[None, :], acc, mask=inside[:, None] & (e < VALUE_DIM)[None, :])
+        tl.store(p_output + row[:, None] * VALUE_PADDED + e[None, :], acc, mask=inside[:, None] & (e < VALUE_PADDED)[None, :])
