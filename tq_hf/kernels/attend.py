@@ -24,6 +24,7 @@ DECODE_COLUMNS = 8  # of a program of the decode kernel
 DECODE_REGISTERS = (128, 168, 255)
 PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
+DECODE_WORDS = 24  # of a lane and group, up to which two groups make a tile
 # Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
@@ -199,7 +200,7 @@ def _attend(
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, ROTATE_BACK=by_lanes,
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=decode_tile(page, columns), ROTATE_BACK=by_lanes,
             DEPENDENT=overlap,
             num_warps=1, maxnreg=decode_registers(page, columns), **launch,
         )  # fmt: skip
@@ -245,9 +246,14 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
+def decode_tile(page: PageLayout, columns: int) -> int:
+    """Groups that the decode kernel takes at a time."""
+    return 2 if page.groups > 1 and page.key_words_per_lane + page.value_words_per_lane <= DECODE_WORDS else 1
+
+
 def decode_registers(page: PageLayout, columns: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
-    words = page.key_words_per_lane + page.value_words_per_lane
+    words = decode_tile(page, columns) * (page.key_words_per_lane + page.value_words_per_lane)
     sums = page.value_dim_padded // 8 * (1 if columns <= 4 else 2)
     query = page.key_dim_padded // 16 * (2 if columns > 4 or page.key_format == "fp8" else 1)
     others = 48 if columns <= 4 else 86
@@ -257,9 +263,10 @@ def decode_registers(page: PageLayout, columns: int) -> int:
 def _decode_splits(rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
     """Splits of each row's groups: one wave of programs, and as equal as can be."""
     programs = 65536 // (32 * decode_registers(page, columns)) * _properties(device).multi_processor_count
-    groups = max_entries * page.groups
-    wave = max(1, min(programs // rows, groups // DECODE_GROUPS))
-    return triton.cdiv(groups, triton.cdiv(groups, wave))
+    tile = decode_tile(page, columns)
+    tiles = max_entries * page.groups // tile
+    wave = max(1, min(programs // rows, tiles * tile // DECODE_GROUPS))
+    return triton.cdiv(tiles, triton.cdiv(tiles, wave))
 
 
 def _columns(columns: int, page: PageLayout) -> int:

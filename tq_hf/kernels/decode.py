@@ -10,10 +10,11 @@ bits, as two bytes in two columns of the product or in two products:
 With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
 both, and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
 
-Weights are relative to the highest score and the largest value scale of their 32 tokens, so that 16 bits lose nothing of a
+Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a
 flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway.
 
-Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead.
+Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
+group or, where codes are narrow, two groups of a page: so much has to be on its way from memory at any time.
 """
 
 from __future__ import annotations
@@ -84,15 +85,51 @@ def lane_words(blocks, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_fields(p_metadata, live, FIELDS: tl.constexpr):
-    """A group's metadata, every word in one lane of those that need it; zeros unless `live`."""
+def load_codes(p_codes, GROUP_WORDS: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """`load_lane_words` for each group of a tile."""
+    blocks = []
+    for u in tl.static_range(TILE):
+        blocks = blocks + load_lane_words(p_codes + u * GROUP_WORDS, COUNT)
+    return blocks
+
+
+@triton.jit
+def part(values, u: tl.constexpr, TILE: tl.constexpr):
+    """What belongs to group u in a list of a tile's."""
+    SIZE: tl.constexpr = len(values) // TILE
+    return values[u * SIZE : (u + 1) * SIZE]
+
+
+@triton.jit
+def load_fields(p_metadata, live, GROUP_WORDS: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr):
+    """The metadata of each group, every word in one lane of those that need it; zeros unless `live`."""
     lane = tl.arange(0, 32)
     words = []
-    if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
-        words = words + [tl.load(p_metadata + lane, mask=live, other=0)]
-    if FIELDS % 2 == 1:
-        words = words + [tl.load(p_metadata + (16 * FIELDS - 16) + (lane // 4 * 2 + lane % 2), mask=live, other=0)]
+    for u in tl.static_range(TILE):
+        p = p_metadata + u * GROUP_WORDS
+        if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
+            words = words + [tl.load(p + lane, mask=live, other=0)]
+        if FIELDS % 2 == 1:
+            words = words + [tl.load(p + (16 * FIELDS - 16) + (lane // 4 * 2 + lane % 2), mask=live, other=0)]
     return words
+
+
+@triton.jit
+def load_kept(p_bits, live, TILE: tl.constexpr):
+    """A word for each group with a bit for each token that counts."""
+    words = []
+    for u in tl.static_range(TILE):
+        words = words + [tl.load(p_bits + u, mask=live, other=0)]
+    return words
+
+
+@triton.jit
+def load_means(p_means, live, own_columns, NX: tl.constexpr):
+    """The scores of a page's mean key for the columns of a lane."""
+    scores = []
+    for x in tl.static_range(NX):
+        scores = scores + [tl.load(p_means + own_columns[x], mask=live, other=0.0)]
+    return scores
 
 
 @triton.jit
@@ -229,8 +266,10 @@ def fp8_scores(words, query, L: tl.constexpr, NX: tl.constexpr):
 
 @triton.jit
 def largest_exponent(scale):
-    """The least e, fp32 of at least -14, so that all value scales of the tile (two words a lane) are below 2**e."""
-    x = larger_halves(scale[0], scale[1])
+    """The least e, fp32 of at least -14, so that all value scales of the tile (words of two) are below 2**e."""
+    x = scale[0]
+    for i in tl.static_range(1, len(scale)):
+        x = larger_halves(x, scale[i])
     x = largest_of_warp(tl.maximum(x & -65536, x << 16))  # fp16 of at least 0: their bits are ordered as they are
     return (x >> 26).to(tl.float32) - 14.0
 
@@ -249,7 +288,7 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
     """One step of the online softmax for a column.
 
     Args:
-        scores: of a lane's four tokens; -inf where a token does not count.
+        scores: of a lane's tokens; -inf where a token does not count.
         slope, offset: score * slope + offset is in powers of two.
         scale: the tokens' value scales.
         exponent: of the largest one.
@@ -257,17 +296,19 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
         unit: sums are counted in units of 2**unit.
 
     Returns:
-        highest, unit, the factor that brings earlier sums to the new unit, four weights, four times the weight times the
-        value scale plus 2**23: an integer of 16 bits in the low bits.
+        highest, unit, the factor that brings earlier sums to the new unit, the weights, and the weights times value scales
+        plus 2**23: integers of 16 bits in the low bits.
     """
     top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+    for r in tl.static_range(4, len(scores), 2):
+        top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
     top = tl.fma(over_groups(top, True), slope, offset)
     highest = tl.maximum(highest, top)
     now = tl.maximum(top, highest - MEMORY) + (exponent - 16.0)
     shift = offset - now
     weights = []
     products = []
-    for r in tl.static_range(4):
+    for r in tl.static_range(len(scores)):
         weight = power_of_two(tl.fma(scores[r], slope, shift))
         weights = weights + [weight]
         products = products + [tl.fma(weight, scale[r], 8388608.0).to(tl.int32, bitcast=True)]
@@ -275,14 +316,15 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
 
 
 @triton.jit
-def weight_operand(weights, selector, NX: tl.constexpr):
-    """Weights, 16 bits in the order (x, r), as right operands: two words, or two for the high and two for the low bytes."""
+def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, NX: tl.constexpr):
+    """Weights, 16 bits in the order (x, u, r), of group u as right operands: two words, or two for the high and two for the
+    low bytes."""
     columns = []
     for r in tl.static_range(4):
         if NX == 1:  # the same in both columns, of which one will keep the high bytes and the other the low ones
-            columns = columns + [transpose(permute_bytes(weights[r], weights[r], 0x1010))]
+            columns = columns + [transpose(permute_bytes(weights[4 * u + r], weights[4 * u + r], 0x1010))]
         else:
-            columns = columns + [transpose(permute_bytes(weights[r], weights[4 + r], 0x5410))]
+            columns = columns + [transpose(permute_bytes(weights[4 * u + r], weights[4 * (TILE + u) + r], 0x5410))]
     if NX == 1:
         return [permute_bytes(columns[0], columns[1], selector), permute_bytes(columns[2], columns[3], selector)]
     else:
@@ -302,19 +344,29 @@ def add_bytes(high, low):
 
 
 @triton.jit
-def add_values(sums, decay, words, table, weights, magic, L: tl.constexpr, NX: tl.constexpr):
+def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, NX: tl.constexpr, TILE: tl.constexpr):
     """sums * decay + the tile's values times weights, in the order (dimension, x): dimension g * D/8 + the index."""
+    words = []
+    for u in tl.static_range(TILE):
+        words = words + lane_words(part(values, u, TILE), L.value_words)
     new = []
     for c in tl.static_range(L.value_padded // 32):
-        x = chunk_int8(words, c, table, L.value_bits)
+        levels = []
+        for u in tl.static_range(TILE):
+            levels = levels + chunk_int8(part(words, u, TILE), c, table, L.value_bits)
         for p in tl.static_range(2):
-            a = [x[4 * p], x[4 * p + 1], x[4 * p + 2], x[4 * p + 3]]
-            first = multiply_int8_by_bytes(a, weights[:2], magic)
+            first = magic
+            second = magic
+            for u in tl.static_range(TILE):
+                a = levels[8 * u + 4 * p : 8 * u + 4 * p + 4]
+                b = part(weights, u, TILE)
+                first = multiply_int8_by_bytes(a, b[:2], first)
+                if NX == 2:
+                    second = multiply_int8_by_bytes(a, b[2:], second)
             if NX == 1:
                 new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(first[0], first[1]))]
                 new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(first[2], first[3]))]
             else:
-                second = multiply_int8_by_bytes(a, weights[2:], magic)
                 for e in tl.static_range(4):
                     new = new + [tl.fma(sums[len(new)], decay[e % 2], add_bytes(first[e], second[e]))]
     return new
@@ -341,7 +393,7 @@ def rotate_lane(values):
 def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
     heads, columns, all_splits, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILE: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits), one warp each.
 
@@ -354,6 +406,7 @@ def decode(
         p_output, p_stats: of `combine.combine`; the first splits are this kernel's, of which there are `all_splits`.
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
+        TILE: groups of a tile, 1 or 2.
         ROTATE_BACK: whether to begin rotating back (`rotate_lane`), for dimensions that are powers of two.
         DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`,
             `p_factor`, `p_kept` and `p_means`.
@@ -365,21 +418,24 @@ def decode(
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
 
+    TILES: tl.constexpr = L.groups // TILE  # of a page
+    BITS: tl.constexpr = L.group_bits - TILE // 2
     # Whole pages before a row's first token are not even looked at.
-    first = (tl.load(p_row_start + i_b) >> L.page_bits << L.group_bits) + i_s
-    groups = tl.load(p_counters + 2) * L.groups
-    steps = tl.maximum(groups - first + n_s - 1, 0) // n_s
+    first = (tl.load(p_row_start + i_b) >> L.page_bits << BITS) + i_s
+    tiles = tl.load(p_counters + 2) * TILES
+    steps = tl.maximum(tiles - first + n_s - 1, 0) // n_s
     p_pages = p_page_ids + i_b * stride_page_ids
     p_bits = p_kept + i_b * capacity * L.groups
-    page = tl.load(p_pages + (first >> L.group_bits), mask=steps > 0, other=-1)
-    next_page = tl.load(p_pages + ((first + n_s) >> L.group_bits), mask=steps > 1, other=-1)
+    page = tl.load(p_pages + (first >> BITS), mask=steps > 0, other=-1)
+    next_page = tl.load(p_pages + ((first + n_s) >> BITS), mask=steps > 1, other=-1)
     live = page >= 0
     p_head = p_pool + (i_h * L.page_words + L.header_words)
     # Codes are read wherever there is no page as well: what of, does not matter, and loads without a condition are cheaper.
-    p_group = p_head + (tl.maximum(page, 0).to(tl.int64) * heads * L.page_words + (first & (L.groups - 1)) * L.group_words)
-    keys = load_lane_words(p_group, L.key_words)
-    values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
-    fields = load_fields(p_group + 32 * (L.key_words + L.value_words), live, L.fields)
+    page_offset = tl.maximum(page, 0).to(tl.int64) * heads * L.page_words
+    p_tile = p_head + (page_offset + (first & (TILES - 1)) * (TILE * L.group_words))
+    keys = load_codes(p_tile, L.group_words, L.key_words, TILE)
+    values = load_codes(p_tile + 32 * L.key_words, L.group_words, L.value_words, TILE)
+    fields = load_fields(p_tile + 32 * (L.key_words + L.value_words), live, L.group_words, L.fields, TILE)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
     if L.same_table:
@@ -390,15 +446,14 @@ def decode(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    kept = tl.load(p_bits + first, mask=live, other=0)
+    kept = load_kept(p_bits + first * TILE, live, TILE)
     own_columns = []
     for x in tl.static_range(NX):
         own_columns = own_columns + [tl.minimum(NX * t + x, columns - 1)]
-    means = []
+    means = [tl.zeros([32], tl.float32)] * NX
     if L.centered:
         p_mean = p_means + i_bh.to(tl.int64) * capacity * columns
-        for x in tl.static_range(NX):
-            means = means + [tl.load(p_mean + (first >> L.group_bits) * columns + own_columns[x], mask=live, other=0.0)]
+        means = load_means(p_mean + (first >> BITS) * columns, live, own_columns, NX)
     zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
     query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
@@ -419,67 +474,78 @@ def decode(
     for step in tl.range(0, steps, num_stages=1):
         item = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
         live = next_page >= 0
-        p_next = p_head + (next_page.to(tl.int64) * heads * L.page_words + (item & (L.groups - 1)) * L.group_words)
-        p_group = tl.where(live, p_next, p_group)
-        next_keys = load_lane_words(p_group, L.key_words)
-        next_values = load_lane_words(p_group + 32 * L.key_words, L.value_words)
-        if L.key_format == "lloyd_max":
-            scores = int8_scores(lane_words(keys, L.key_words), key_table, query, bias, zero, L, NX)
-        else:
-            scores = fp8_scores(lane_words(keys, L.key_words), query, L, NX)
-        keys = next_keys
+        page_offset = next_page.to(tl.int64) * heads * L.page_words
+        p_next = p_head + (page_offset + (item & (TILES - 1)) * (TILE * L.group_words))
+        p_tile = tl.where(live, p_next, p_tile)
+        next_keys = load_codes(p_tile, L.group_words, L.key_words, TILE)
+        next_values = load_codes(p_tile + 32 * L.key_words, L.group_words, L.value_words, TILE)
 
-        scale_words = field_words(fields, SCALE, L.fields)
-        scale = split_halves(scale_words[0]) + split_halves(scale_words[1])
+        scores = []
+        scale = []
+        scale_words = []
+        minimum = []
+        for u in tl.static_range(TILE):
+            words = lane_words(part(keys, u, TILE), L.key_words)
+            own = part(fields, u, TILE)
+            if L.key_format == "lloyd_max":
+                products = int8_scores(words, key_table, query, bias, zero, L, NX)
+                pair = field_words(own, 0, L.fields)
+                key_scale = split_halves(pair[0]) + split_halves(pair[1])
+            else:
+                products = fp8_scores(words, query, L, NX)
+            pair = field_words(own, SCALE, L.fields)
+            scale_words = scale_words + pair
+            scale = scale + split_halves(pair[0]) + split_halves(pair[1])
+            if L.value_format == "min_max":
+                pair = field_words(own, L.fields - 1, L.fields)
+                minimum = minimum + split_halves(pair[0]) + split_halves(pair[1])
+            bits = kept[u] >> g
+            for r in tl.static_range(4):
+                for x in tl.static_range(NX):
+                    y = products[r * NX + x]
+                    if L.key_format == "lloyd_max":
+                        y *= key_scale[r]
+                    if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
+                        y = tl.fma(y, slope[x], means[x]) * 2.8853900817779268
+                        y = softcap - 2 * softcap / (power_of_two(y) + 1)
+                    scores = scores + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
-        if L.key_format == "lloyd_max":
-            x = field_words(fields, 0, L.fields)
-            key_scale = split_halves(x[0]) + split_halves(x[1])
-        if L.value_format == "min_max":
-            x = field_words(fields, L.fields - 1, L.fields)
-            minimum = split_halves(x[0]) + split_halves(x[1])
-        fields = load_fields(p_group + 32 * (L.key_words + L.value_words), live, L.fields)
+        keys = next_keys
+        fields = load_fields(p_tile + 32 * (L.key_words + L.value_words), live, L.group_words, L.fields, TILE)
+        kept = load_kept(p_bits + item * TILE, live, TILE)
 
-        bits = kept >> g
-        kept = tl.load(p_bits + item, mask=live, other=0)
         state = []
         decay = []
         integers = []
         for x in tl.static_range(NX):
-            offset = means[x] if L.centered else nothing
-            s = []
-            for r in tl.static_range(4):
-                y = scores[r * NX + x]
-                if L.key_format == "lloyd_max":
-                    y *= key_scale[r]
-                if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-                    y = softcap - 2 * softcap / (power_of_two(tl.fma(y, slope[x], offset) * 2.8853900817779268) + 1)
-                s = s + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
             if softcap is not None:
-                w = weigh(s, nothing + 1.0, nothing, scale, exponent, highest[x], unit[x])
+                w = weigh(scores[x::NX], nothing + 1.0, nothing, scale, exponent, highest[x], unit[x])
             else:
-                w = weigh(s, slope[x], offset, scale, exponent, highest[x], unit[x])
-            new_total = tl.fma(total[x], w[2], (w[3] + w[4]) + (w[5] + w[6]))
+                w = weigh(scores[x::NX], slope[x], means[x], scale, exponent, highest[x], unit[x])
+            weights = w[3 : 3 + 4 * TILE]
+            new_total = total[x] * w[2]
             new_scaled = scaled[x] * w[2]
             new_minima = minima[x]
             if L.value_format == "min_max":
                 new_minima *= w[2]
-            for r in tl.static_range(4):
-                new_scaled = tl.fma(w[3 + r], scale[r], new_scaled)
+            for r in tl.static_range(0, 4 * TILE, 2):
+                new_total += weights[r] + weights[r + 1]
+            for r in tl.static_range(4 * TILE):
+                new_scaled = tl.fma(weights[r], scale[r], new_scaled)
                 if L.value_format == "min_max":
-                    new_minima = tl.fma(w[3 + r], minimum[r], new_minima)
+                    new_minima = tl.fma(weights[r], minimum[r], new_minima)
             state = state + [w[0], w[1], new_total, new_scaled, new_minima]
             decay = decay + [w[2]]
-            integers = integers + w[7:]
+            integers = integers + w[3 + 4 * TILE :]
         highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
         if L.centered:
-            means = []
-            for x in tl.static_range(NX):
-                means = means + [tl.load(p_mean + (item >> L.group_bits) * columns + own_columns[x], mask=live, other=0.0)]
-        next_page = tl.load(p_pages + ((item + n_s) >> L.group_bits), mask=step + 2 < steps, other=-1)
+            means = load_means(p_mean + (item >> BITS) * columns, live, own_columns, NX)
+        next_page = tl.load(p_pages + ((item + n_s) >> BITS), mask=step + 2 < steps, other=-1)
 
-        weights = weight_operand(integers, selector, NX)
-        sums = add_values(sums, decay, lane_words(values, L.value_words), value_table, weights, magic, L, NX)
+        operands = []
+        for u in tl.static_range(TILE):
+            operands = operands + weight_operand(integers, u, TILE, selector, NX)
+        sums = add_values(sums, decay, values, value_table, operands, magic, L, NX, TILE)
         values = next_values
 
     row = (i_bh.to(tl.int64) * all_splits + i_s) * columns
@@ -496,14 +562,14 @@ def decode(
         p_stats_row = p_stats + 2 * (row + column)
         tl.store(p_stats_row, highest[x], mask=inside & (g == 0))
         tl.store(p_stats_row + 1, weight, mask=inside & (g == 0))
-        values = []
+        vector = []
         for i in tl.static_range(DIMS):
-            values = values + [tl.fma(sums[i * NX + x], factor, offset)]
+            vector = vector + [tl.fma(sums[i * NX + x], factor, offset)]
         if ROTATE_BACK:
-            values = rotate_lane(values)
+            vector = rotate_lane(vector)
         p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
         for i in tl.static_range(0, DIMS, 4):
-            y = tl.join(tl.join(values[i], values[i + 2]), tl.join(values[i + 1], values[i + 3])).reshape(32, 4)
+            y = tl.join(tl.join(vector[i], vector[i + 2]), tl.join(vector[i + 1], vector[i + 3])).reshape(32, 4)
             tl.store(p_row + i, y, mask=inside[:, None])
 
 
