@@ -22,9 +22,11 @@ from .packed import attend_packed
 DECODE_COLUMNS = 8  # of a program of the decode kernel
 # Its registers are capped where that lets more programs run at once: rather than less, it would take more, to load earlier.
 DECODE_REGISTERS = (128, 168, 255)
-PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
+PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores at a time
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
 DECODE_WORDS = 24  # of a lane and group, up to which two groups make a tile
+# Of the exact kernel with few columns and vectors of at most 256 bytes.
+EXACT_PROGRAMS_PER_SM, EXACT_REGISTERS = 4, 128
 # Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
@@ -151,17 +153,18 @@ def _attend(
         splits = _packed_splits(rows, columns, page, max_entries, device)
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
     blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots, tokens) + triton.cdiv(new, tokens)
-    exact_splits = max(
-        1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
-    )
+    key_block = triton.next_power_of_2(page.key_dim_padded)
+    entries_at_once = PLAN_NUMBERS // key_block
+    # One wave of programs, if that can be: one to prepare the query, two thirds of the others to look at entries.
+    wave = EXACT_PROGRAMS_PER_SM * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block))
+    plans = max(1, min((wave - 1) * 2 // 3, triton.cdiv(max_entries, entries_at_once))) if fast else 0
+    exact_splits = max(1, min(wave - packed - plans, blocks))
     all_splits = splits + exact_splits
     sizes = (all_splits * page.value_dim_padded, all_splits * 2, 1)
     floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
     p_output, p_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = p_kept = p_means = None
-    key_block = triton.next_power_of_2(page.key_dim_padded)
-    entries_at_once = PLAN_NUMBERS // key_block
     if packed:
         shape = (rows, columns, page.key_dim_padded)
         p_rotated = torch.empty(shape, dtype=_query_dtype(page, fast, query.dtype), device=device)
@@ -177,7 +180,6 @@ def _attend(
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
     overlap = fast and _properties(device).major >= 9
     launch = {"launch_pdl": True} if overlap else {}
-    plans = triton.cdiv(max_entries, entries_at_once) if fast else 0
     attend_exact[(rows, exact_splits + packed + plans, triton.cdiv(columns, exact_block))](
         query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
         p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, pool, page_ids, entries, p_kept, p_means,
@@ -188,7 +190,7 @@ def _attend(
         VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
         CENTERED=page.center_keys, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
         ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
-        AWAITED=overlap, num_warps=warps,
+        AWAITED=overlap, num_warps=warps, **({"maxnreg": EXACT_REGISTERS} if exact_block == 16 and warps == 4 else {}),
     )  # fmt: skip
     value_block = triton.next_power_of_2(page.value_dim_padded)
     rotates = packed and page.rotates_values

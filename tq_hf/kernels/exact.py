@@ -47,8 +47,8 @@ def attend_exact(
     PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks), one more split if `p_rotated` is given: the query then goes to `p_rotated`,
-    `p_plain` and `p_factor` as `packed.attend_packed` or `decode.decode` takes it. cdiv(capacity, ENTRIES) further splits
-    fill `p_kept` and `p_means`, if `decode.decode` is to run.
+    `p_plain` and `p_factor` as `packed.attend_packed` or `decode.decode` takes it. Further splits fill `p_kept` and
+    `p_means`, if `decode.decode` is to run.
 
     Args:
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
@@ -77,10 +77,10 @@ def attend_exact(
     elif i_s > splits:
         if p_kept is not None:
             plan_entries(
-                query, column, inside, (i_s - splits - 1) * ENTRIES, i_b, i_h, heads, columns, capacity,
+                query, column, inside, i_s - splits - 1, tl.num_programs(1) - splits - 1, i_b, i_h, heads, columns, capacity,
                 tl.load(p_row_start + i_b) + sinks, p_pool, p_page_ids + i_b * stride_page_ids, p_entries, p_counters,
                 None if p_mask is None else p_mask + i_b.to(tl.int64) * mask_b, mask_k, p_kept, p_means, scaling, softcap,
-                CENTERED, KEY_DIM, KEY_BLOCK, GROUPS, PAGE_WORDS, ENTRIES,
+                CENTERED, KEY_DIM, KEY_BLOCK, GROUPS, PAGE_WORDS, ENTRIES, 3,
             )  # fmt: skip
     else:
         length = tl.load(p_counters)
