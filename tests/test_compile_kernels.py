@@ -23,7 +23,7 @@ POINTERS = {
 BYTES_A_REGISTER = 4
 
 
-def resources(preset: str, dim: int, columns: int, architecture: int, folder: Path) -> tuple[int, int]:
+def resources(preset: str, dim: int, columns: int, tile: int, architecture: int, folder: Path) -> tuple[int, int]:
     """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -37,6 +37,7 @@ def resources(preset: str, dim: int, columns: int, architecture: int, folder: Pa
         "softcap": None,
         "L": page_spec(layout),
         "NX": 1 if columns <= 4 else 2,
+        "TILE": tile,
         "ROTATE_BACK": layout.rotates_values and dim & (dim - 1) == 0,
         "DEPENDENT": architecture >= 90,
     }
@@ -51,7 +52,7 @@ def resources(preset: str, dim: int, columns: int, architecture: int, folder: Pa
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in POINTERS},
     )
-    options = {"num_warps": 1, "maxnreg": decode_registers(layout, columns)}
+    options = {"num_warps": 1, "maxnreg": decode_registers(layout, columns, tile)}
     kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert kernel.metadata.shared == 0
     path = folder / "kernel.cubin"
@@ -65,24 +66,26 @@ def resources(preset: str, dim: int, columns: int, architecture: int, folder: Pa
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
-    ("preset", "dim", "columns", "most"),
+    ("preset", "dim", "columns", "tile"),
     [
-        ("tq4", 128, 4, 128),
-        ("tq2", 128, 4, 128),
-        ("4bit_nc", 128, 4, 128),
-        ("k8v4", 128, 4, 128),
-        ("tq3", 96, 1, 128),
-        ("tq4", 128, 8, 168),
-        ("tq4", 256, 4, 168),
+        ("tq4", 128, 4, 1),
+        ("tq4", 128, 4, 2),
+        ("tq2", 128, 4, 2),
+        ("4bit_nc", 128, 4, 1),
+        ("k8v4", 128, 4, 1),
+        ("tq3", 96, 1, 2),
+        ("tq4", 128, 8, 1),
+        ("tq4", 64, 8, 2),
+        ("tq4", 256, 4, 1),
     ],
 )
 def test_decode_spills_nothing(
-    preset: str, dim: int, columns: int, most: int, architecture: int, tmp_path: Path
+    preset: str, dim: int, columns: int, tile: int, architecture: int, tmp_path: Path
 ) -> None:
-    registers, stack = resources(preset, dim, columns, architecture, tmp_path)
-    assert registers <= most and stack == 0
+    registers, stack = resources(preset, dim, columns, tile, architecture, tmp_path)
+    assert registers <= 168 and stack == 0
 
 
 def test_the_widest_decode_spills_little(tmp_path: Path) -> None:
-    _, stack = resources("tq4", 256, 8, 90, tmp_path)
+    _, stack = resources("tq4", 256, 8, 1, 90, tmp_path)
     assert stack <= 16 * BYTES_A_REGISTER

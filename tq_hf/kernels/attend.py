@@ -18,15 +18,16 @@ from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .packed import attend_packed
+from .plan import plan
 
+REGISTERS = 65536  # of a multiprocessor
 DECODE_COLUMNS = 8  # of a program of the decode kernel
-# Its registers are capped where that lets more programs run at once: rather than less, it would take more, to load earlier.
-DECODE_REGISTERS = (128, 168, 255)
-PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores at a time
+# Its registers are capped, rather high: it takes more than it needs, to load earlier.
+DECODE_REGISTERS = (168, 255)
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
-DECODE_WORDS = 24  # of a lane and group, up to which two groups make a tile
-# Of the exact kernel with few columns and vectors of at most 256 bytes.
-EXACT_PROGRAMS_PER_SM, EXACT_REGISTERS = 4, 128
+# Words of a lane and group up to which two groups make a tile, and up to which they do in splits of so many groups.
+DECODE_WORDS, DECODE_WORDS_OF_LONG, DECODE_LONG = 24, 32, 24
+PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
 # Programs of the packed kernel that the registers of a multiprocessor hold, by columns: 125 to 170 registers for 8 columns
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
@@ -148,17 +149,14 @@ def _attend(
     if not packed:
         splits = 0
     elif fast:
-        splits = _decode_splits(rows, columns, page, max_entries, device)
+        tile, registers, splits = _decode_tile(rows, columns, page, max_entries, device)
     else:
         splits = _packed_splits(rows, columns, page, max_entries, device)
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
     blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots, tokens) + triton.cdiv(new, tokens)
-    key_block = triton.next_power_of_2(page.key_dim_padded)
-    entries_at_once = PLAN_NUMBERS // key_block
-    # One wave of programs, if that can be: one to prepare the query, two thirds of the others to look at entries.
-    wave = EXACT_PROGRAMS_PER_SM * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block))
-    plans = max(1, min((wave - 1) * 2 // 3, triton.cdiv(max_entries, entries_at_once))) if fast else 0
-    exact_splits = max(1, min(wave - packed - plans, blocks))
+    exact_splits = max(
+        1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
+    )
     all_splits = splits + exact_splits
     sizes = (all_splits * page.value_dim_padded, all_splits * 2, 1)
     floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
@@ -178,33 +176,39 @@ def _attend(
             p_plain = torch.empty(shape, dtype=torch.float16, device=device)
 
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
+    key_block = triton.next_power_of_2(page.key_dim_padded)
+    value_block = triton.next_power_of_2(page.value_dim_padded)
+    # From here on each kernel may start before the one ahead of it has finished.
     overlap = fast and _properties(device).major >= 9
     launch = {"launch_pdl": True} if overlap else {}
-    attend_exact[(rows, exact_splits + packed + plans, triton.cdiv(columns, exact_block))](
+    if fast:
+        entries_at_once = PLAN_NUMBERS // key_block
+        plan[(rows, triton.cdiv(max_entries, entries_at_once))](
+            query, pool, page_ids, entries, row_start, counters, mask, p_kept, p_means, heads, columns, group, sinks,
+            page_ids.stride(0), max_entries, *query.stride()[:3], mask_strides[0], mask_strides[2], scaling, softcap,
+            DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
+            AWAITED=overlap, num_warps=4,
+        )  # fmt: skip
+    attend_exact[(rows, exact_splits + packed, triton.cdiv(columns, exact_block))](
         query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
-        p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, pool, page_ids, entries, p_kept, p_means,
-        heads, columns, group, new, slots, sinks, exact_splits, all_splits, page_ids.stride(0), max_entries, query_offset,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap,
+        p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
+        heads, columns, group, new, slots, sinks, exact_splits, all_splits, query_offset, *query.stride()[:3],
+        *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap,
         KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block,
-        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded,
-        VALUE_BLOCK=triton.next_power_of_2(page.value_dim_padded),
-        CENTERED=page.center_keys, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
+        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded, VALUE_BLOCK=value_block,
         ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
-        AWAITED=overlap, num_warps=warps, **({"maxnreg": EXACT_REGISTERS} if exact_block == 16 and warps == 4 else {}),
+        CHAINED=overlap, num_warps=warps, **launch,
     )  # fmt: skip
-    value_block = triton.next_power_of_2(page.value_dim_padded)
     rotates = packed and page.rotates_values
-    by_lanes = rotates and fast and value_block == page.value_dim_padded
-    by_table = rotates and not by_lanes
+    rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
         assert p_rotated is not None
         decode[(rows, splits)](
             p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=decode_tile(page, columns), ROTATE_BACK=by_lanes,
-            DEPENDENT=overlap,
-            num_warps=1, maxnreg=decode_registers(page, columns), **launch,
+            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile,
+            ROTATE_BACK=rotates and not rotated, DEPENDENT=overlap, num_warps=1, maxnreg=registers, **launch,
         )  # fmt: skip
     elif packed:
         attend_packed[(rows, splits, triton.cdiv(columns, block))](
@@ -214,13 +218,12 @@ def _attend(
             VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
             PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
         )  # fmt: skip
-    column_tile, split_tile, step = _combine_tile(rows, columns, all_splits, value_block, by_table, device)
+    column_tile, split_tile, step = _combine_tile(rows, columns, value_block, rotated, device)
     combine[(rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step))](
-        p_output, p_stats, _signs(page.value_dim_padded, device) if by_table else None, aux_sinks, out,
-        heads, columns, group, splits if rotates else 0, all_splits, out.stride(0), out.stride(1),
+        p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
+        heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1),
         DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile, STEP=step,
-        BY_LANES=by_lanes, DEPENDENT=overlap,
-        num_warps=8 if by_table or column_tile > 1 else max(4, split_tile * step // 1024), **launch,
+        DEPENDENT=overlap, num_warps=8 if rotated or column_tile > 1 else 4, **launch,
     )  # fmt: skip
 
 
@@ -248,27 +251,30 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
-def decode_tile(page: PageLayout, columns: int) -> int:
-    """Groups that the decode kernel takes at a time."""
-    return 2 if page.groups > 1 and page.key_words_per_lane + page.value_words_per_lane <= DECODE_WORDS else 1
-
-
-def decode_registers(page: PageLayout, columns: int) -> int:
+def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
-    words = decode_tile(page, columns) * (page.key_words_per_lane + page.value_words_per_lane)
+    words = tile * (page.key_words_per_lane + page.value_words_per_lane)
     sums = page.value_dim_padded // 8 * (1 if columns <= 4 else 2)
     query = page.key_dim_padded // 16 * (2 if columns > 4 or page.key_format == "fp8" else 1)
     others = 48 if columns <= 4 else 86
     return next((n for n in DECODE_REGISTERS if words + sums + query + others <= n), DECODE_REGISTERS[-1])
 
 
-def _decode_splits(rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device) -> int:
-    """Splits of each row's groups: one wave of programs, and as equal as can be."""
-    programs = 65536 // (32 * decode_registers(page, columns)) * _properties(device).multi_processor_count
-    tile = decode_tile(page, columns)
-    tiles = max_entries * page.groups // tile
-    wave = max(1, min(programs // rows, tiles * tile // DECODE_GROUPS))
-    return triton.cdiv(tiles, triton.cdiv(tiles, wave))
+def _decode_tile(
+    rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Groups of a tile of the decode kernel, its registers, and the splits of each row: one wave of programs."""
+    groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
+    words = page.key_words_per_lane + page.value_words_per_lane
+    tile = 1
+    if page.groups > 1:
+        is_long = rows * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
+        tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
+    registers = decode_registers(page, columns, tile)
+    wave = REGISTERS // (32 * registers) * processors
+    tiles = groups // tile
+    splits = max(1, min(wave // rows, groups // DECODE_GROUPS, tiles))
+    return tile, registers, triton.cdiv(tiles, triton.cdiv(tiles, splits))
 
 
 def _columns(columns: int, page: PageLayout) -> int:
@@ -313,18 +319,18 @@ def _queries_at_once(heads: int, page: PageLayout) -> int:
 
 
 def _combine_tile(
-    rows: int, columns: int, splits: int, value_block: int, by_table: bool, device: torch.device
+    rows: int, columns: int, value_block: int, rotated: bool, device: torch.device
 ) -> tuple[int, int, int]:
     """Columns, splits and dimensions of a tile of the combining kernel."""
     step = min(128, value_block)
     if columns > 16:
         return 16, 4, step
-    if by_table:
+    if rotated:
         return 1, 8192 // value_block, step
     # With few rows, as many programs as can be, each with all splits at once.
     if rows * columns * value_block <= 64 * _properties(device).multi_processor_count:
-        step = 32
-    return 1, max(16, min(16384 // step, triton.next_power_of_2(splits))), step
+        return 1, 128, 32
+    return 1, 32, min(64, value_block)
 
 
 def prepare_tables(page: PageLayout, device: torch.device) -> None:

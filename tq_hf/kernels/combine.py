@@ -15,53 +15,33 @@ from .query import LOG2_E
 
 
 @triton.jit
-def merge(p_output, p_stats, i_bh, first_split, end_split, rotated_splits, splits, columns, column, d, DIM: tl.constexpr,
+def merge(p_output, p_stats, i_bh, first_split, end_split, splits, columns, column, d, DIM: tl.constexpr,
           ROWS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Splits `first_split` to `end_split` as one.
+    """Splits `first_split` to `end_split` as one: the highest score and the sum of the weights [ROWS], and values in
+    dimensions d, [ROWS, N], relative to that score.
 
     Every SPLITS-th split has sums of its own until the end, so that no step waits for another's.
-
-    Returns:
-        The highest score and the sum of the weights, [ROWS], and relative to that score the values in dimensions d of the
-        first `rotated_splits` splits and of the others, [ROWS, N].
     """
     maximum = tl.full([ROWS, SPLITS], NOTHING, tl.float32)
     total = tl.zeros([ROWS, SPLITS], tl.float32)
-    rotated = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
-    plain = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
+    acc = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
     for first in range(first_split, end_split, SPLITS):
         split = first + tl.arange(0, SPLITS)
         row = (i_bh.to(tl.int64) * splits + split)[None, :] * columns + column[:, None]
         valid = (split < end_split)[None, :] & (column < columns)[:, None]
-        mask = valid[:, :, None] & (d < DIM)[None, None, :]
-        x = tl.load(p_output + row[:, :, None] * DIM + d[None, None, :], mask=mask, other=0.0)
+        x = tl.load(
+            p_output + row[:, :, None] * DIM + d[None, None, :], mask=valid[:, :, None] & (d < DIM)[None, None, :], other=0.0
+        )
         their_maximum = tl.load(p_stats + 2 * row, mask=valid, other=NOTHING)
         their_total = tl.load(p_stats + 2 * row + 1, mask=valid, other=0.0)
         highest = tl.maximum(maximum, their_maximum)
         decay, scale = tl.exp2(maximum - highest), tl.exp2(their_maximum - highest)
         total = total * decay + their_total * scale
-        is_rotated = (split < rotated_splits)[None, :]
-        rotated = rotated * decay[:, :, None] + x * tl.where(is_rotated, scale, 0.0)[:, :, None]
-        plain = plain * decay[:, :, None] + x * tl.where(is_rotated, 0.0, scale)[:, :, None]
+        acc = acc * decay[:, :, None] + x * scale[:, :, None]
         maximum = highest
     highest = tl.max(maximum, 1)
     scale = tl.exp2(maximum - highest[:, None])
-    return (
-        highest,
-        tl.sum(total * scale, 1),
-        tl.sum(rotated * scale[:, :, None], 1),
-        tl.sum(plain * scale[:, :, None], 1),
-    )
-
-
-@triton.jit
-def rotate_groups(x, STEP: tl.constexpr):
-    """What `decode.rotate_lane` leaves to do: x [1, STEP], an eighth of it of each lane group, times Sylvester's matrix of
-    order 8."""
-    g, other = tl.arange(0, 8)[:, None], tl.arange(0, 8)[None, :]
-    common = g & other
-    sign = 1.0 - 2.0 * ((common ^ (common >> 1) ^ (common >> 2)) & 1).to(tl.float32)
-    return tl.sum(x.reshape(1, 8, STEP // 8) * sign[:, :, None], 1).reshape(1, STEP)
+    return highest, tl.sum(total * scale, 1), tl.sum(acc * scale[:, :, None], 1)
 
 
 @triton.jit
@@ -85,28 +65,24 @@ def combine(
     p_output, p_stats, p_signs, p_aux_sinks, p_out,
     heads, columns, group, rotated_splits, splits, stride_ob, stride_oq,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, BY_LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, column blocks, cdiv(DIM, STEP)): STEP dimensions of ROWS columns.
 
     Args:
         p_output: fp32 [B * H, splits, columns, PADDED]: weighted sums of values.
         p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
-        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, if the first splits hold
-            rotated coordinates; else None.
+        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension; None if no split is
+            rotated.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
-        rotated_splits: how many splits come first that are rotated, wholly or (BY_LANES) as `decode.rotate_lane` leaves them.
+        rotated_splits: how many splits come first that hold rotated coordinates.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
     column = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, STEP)
-    if BY_LANES:  # an equal part of the dimensions of each lane group
-        d = d // (STEP // 8) * (PADDED // 8) + tl.program_id(2) * (STEP // 8) + d % (STEP // 8)
-    else:
-        d += tl.program_id(2) * STEP
+    d = tl.program_id(2) * STEP + tl.arange(0, STEP)
     head = i_h * group + column % group
     inside = column < columns
     k = tl.arange(0, BLOCK)
@@ -114,19 +90,16 @@ def combine(
         signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :])  # [BLOCK, STEP]
     if DEPENDENT:
         gdc_wait()
-    first_split = 0 if p_signs is None else rotated_splits
-    highest, denominator, rotated, out = merge(p_output, p_stats, i_bh, first_split, splits, rotated_splits, splits, columns,
-                                               column, d, PADDED, ROWS, SPLITS)  # fmt: skip
-    if BY_LANES:
-        out += rotate_groups(rotated, STEP) * PADDED**-0.5
+    highest, denominator, out = merge(p_output, p_stats, i_bh, rotated_splits, splits, splits, columns, column, d, PADDED,
+                                      ROWS, SPLITS)  # fmt: skip
     if p_signs is not None:
+        rotated_highest, rotated_total, x = merge(p_output, p_stats, i_bh, 0, rotated_splits, splits, columns, column, k,
+                                                  PADDED, ROWS, SPLITS)  # fmt: skip
         before = highest
-        rotated_highest, total, rotated, _ = merge(p_output, p_stats, i_bh, 0, rotated_splits, rotated_splits, splits,
-                                                   columns, column, k, PADDED, ROWS, SPLITS)  # fmt: skip
         highest = tl.maximum(before, rotated_highest)
         decay, scale = tl.exp2(before - highest), tl.exp2(rotated_highest - highest)
-        denominator = denominator * decay + total * scale
-        out = out * decay[:, None] + rotate_back(rotated * PADDED**-0.5, signs) * scale[:, None]
+        denominator = denominator * decay + rotated_total * scale
+        out = out * decay[:, None] + rotate_back(x * PADDED**-0.5, signs) * scale[:, None]
     if p_aux_sinks is not None:
         aux = tl.load(p_aux_sinks + head, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         before = highest

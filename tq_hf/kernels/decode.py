@@ -10,8 +10,8 @@ bits, as two bytes in two columns of the product or in two products:
 With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
 both, and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
 
-Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a
-flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway.
+Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing
+of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway.
 
 Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
 group or, where codes are narrow, two groups of a page: so much has to be on its way from memory at any time.
@@ -373,11 +373,10 @@ def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, NX: 
 
 
 @triton.jit
-def rotate_lane(values):
-    """Multiplies a lane's coordinates by Sylvester's matrix: a rotation's product with the low bits of a coordinate's number.
-    The high bits are the lane group's, and left to `combine.rotate_groups`, which has fewer vectors to rotate."""
+def rotate_lanes(values, g):
+    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
     DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(5):
+    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
         if 1 << bit < DIMS:
             new = []
             for i in tl.static_range(DIMS):
@@ -386,7 +385,10 @@ def rotate_lane(values):
                 else:
                     new = new + [values[i - (1 << bit)] - values[i]]
             values = new
-    return values
+    for bit in tl.static_range(3):
+        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
+        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
+    return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
 @triton.jit(do_not_specialize=["heads", "columns", "all_splits", "stride_page_ids", "capacity"])
@@ -407,9 +409,8 @@ def decode(
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
         TILE: groups of a tile, 1 or 2.
-        ROTATE_BACK: whether to begin rotating back (`rotate_lane`), for dimensions that are powers of two.
-        DEPENDENT: whether the program may start before `exact.attend_exact` has finished, which fills `p_query`,
-            `p_factor`, `p_kept` and `p_means`.
+        ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
+        DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
@@ -566,7 +567,7 @@ def decode(
         for i in tl.static_range(DIMS):
             vector = vector + [tl.fma(sums[i * NX + x], factor, offset)]
         if ROTATE_BACK:
-            vector = rotate_lane(vector)
+            vector = rotate_lanes(vector, g)
         p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
         for i in tl.static_range(0, DIMS, 4):
             y = tl.join(tl.join(vector[i], vector[i + 2]), tl.join(vector[i + 1], vector[i + 3])).reshape(32, 4)

@@ -1,17 +1,16 @@
-"""Attention over the exact tokens, and what the packed ones need beforehand, in one launch.
+"""Attention over the exact tokens, and the preparation of the queries for the packed ones, in one launch.
 
 Blocks of exact tokens go round-robin to the splits: blocks of sinks first, then of the ring's slots, then of new tokens. One
-more split prepares the queries (`query.py`); further ones look at entries for the decode kernel (`plan.py`).
+more split prepares the queries (`query.py`).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .packed import NOTHING
-from .plan import plan_entries
 from .query import LOG2_E, prepare_query
 
 
@@ -32,31 +31,28 @@ def token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink, p_
 @triton.jit(
     do_not_specialize=[
         "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "mask_b", "mask_q", "mask_k",
-        "all_splits", "stride_page_ids", "capacity",
+        "all_splits",
     ]
 )  # fmt: skip
 def attend_exact(
     p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
-    p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, p_pool, p_page_ids, p_entries, p_kept, p_means,
-    heads, columns, group, new, slots, sinks, splits, all_splits, stride_page_ids, capacity, query_offset,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    mask_b, mask_q, mask_k, scaling, softcap,
+    p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
+    heads, columns, group, new, slots, sinks, splits, all_splits, query_offset, stride_qb, stride_qh, stride_qt,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_q, mask_k, scaling, softcap,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, FP8: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, CENTERED: tl.constexpr,
-    GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, AWAITED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks), one more split if `p_rotated` is given: the query then goes to `p_rotated`,
-    `p_plain` and `p_factor` as `packed.attend_packed` or `decode.decode` takes it. Further splits fill `p_kept` and
-    `p_means`, if `decode.decode` is to run.
+    `p_plain` and `p_factor` as `packed.attend_packed` or `decode.decode` takes it.
 
     Args:
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
         p_output, p_stats: of `combine.combine`; the last splits are this kernel's, of which there are `all_splits`.
         query_offset: position of query 0 minus the committed length.
-        AWAITED: whether the next kernel may start before this one has finished, and waits for it.
+        CHAINED: whether this kernel runs beside `plan.plan`, and the next may start before this one has finished.
     """
-    if AWAITED:
+    if CHAINED:
         gdc_launch_dependents()
     i_bh, i_s = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // heads, i_bh % heads
@@ -74,14 +70,6 @@ def attend_exact(
             p_plain_rows = None if p_plain is None else p_plain + row * KEY_PADDED
             prepare_query(query, inside, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling,
                           softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
-    elif i_s > splits:
-        if p_kept is not None:
-            plan_entries(
-                query, column, inside, i_s - splits - 1, tl.num_programs(1) - splits - 1, i_b, i_h, heads, columns, capacity,
-                tl.load(p_row_start + i_b) + sinks, p_pool, p_page_ids + i_b * stride_page_ids, p_entries, p_counters,
-                None if p_mask is None else p_mask + i_b.to(tl.int64) * mask_b, mask_k, p_kept, p_means, scaling, softcap,
-                CENTERED, KEY_DIM, KEY_BLOCK, GROUPS, PAGE_WORDS, ENTRIES, 3,
-            )  # fmt: skip
     else:
         length = tl.load(p_counters)
         packed_end = tl.load(p_counters + 1)
@@ -140,4 +128,7 @@ def attend_exact(
         row = (i_bh.to(tl.int64) * all_splits + all_splits - splits + i_s) * columns + column
         tl.store(p_stats + 2 * row, maximum, mask=inside)
         tl.store(p_stats + 2 * row + 1, total, mask=inside)
-        tl.store(p_output + row[:, None] * VALUE_PADDED + e[None, :], acc, mask=inside[:, None] & (e < VALUE_PADDED)[None, :])
+        p_sums = p_output + row[:, None] * VALUE_PADDED + e[None, :]
+        tl.store(p_sums, acc, mask=inside[:, None] & (e < VALUE_PADDED)[None, :])
+    if CHAINED:  # the next kernel waits for this one only
+        gdc_wait()
