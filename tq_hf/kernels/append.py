@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .lanes import block_dim, row_pointers
+from .launch import launch
 
 
 @triton.jit(do_not_specialize=["n", "tail", "window", "sinks"])
@@ -74,14 +75,16 @@ def launch_append_tokens(
     sinks = sink_key.shape[2]
     tail = min(n, recent_window + page_size)
     rows = 8 if tail + sinks <= 8 else 16
-    append_tokens[(triton.cdiv(tail + sinks, rows), heads, batch)](
-        key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
-        n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3],
-        PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
-        VALUE_BLOCK=block_dim(value_dim), ROWS=rows, num_warps=4,
+    launch(
+        append_tokens, (triton.cdiv(tail + sinks, rows), heads, batch),
+        (key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
+         n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3]),
+        dict(PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
+             VALUE_BLOCK=block_dim(value_dim), ROWS=rows),
+        num_warps=4,
     )  # fmt: skip
 
 
 def launch_advance_counters(counters: Tensor, n: int, page_size: int, recent_window: int) -> None:
     """Step 3 of `commit.commit`."""
-    advance_counters[(1,)](counters, n, recent_window, PAGE=page_size, num_warps=1)
+    launch(advance_counters, (1,), (counters, n, recent_window), {"PAGE": page_size}, num_warps=1)

@@ -17,6 +17,7 @@ from .combine import combine
 from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
+from .launch import launch
 from .packed import attend_packed
 from .plan import plan
 
@@ -180,50 +181,61 @@ def _attend(
     value_block = triton.next_power_of_2(page.value_dim_padded)
     # From here on each kernel may start before the one ahead of it has finished.
     overlap = fast and _properties(device).major >= 9
-    launch = {"launch_pdl": True} if overlap else {}
+    early = {"launch_pdl": True} if overlap else {}
     if fast:
         entries_at_once = PLAN_NUMBERS // key_block
-        plan[(rows, triton.cdiv(max_entries, entries_at_once))](
-            query, pool, page_ids, entries, row_start, counters, mask, p_kept, p_means, heads, columns, group, sinks,
-            page_ids.stride(0), max_entries, *query.stride()[:3], mask_strides[0], mask_strides[2], scaling, softcap,
-            DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
-            AWAITED=overlap, num_warps=4,
+        launch(
+            plan, (rows, triton.cdiv(max_entries, entries_at_once)),
+            (query, pool, page_ids, entries, row_start, counters, mask, p_kept, p_means, heads, columns, group, sinks,
+             page_ids.stride(0), max_entries, *query.stride()[:3], mask_strides[0], mask_strides[2], scaling, softcap),
+            dict(DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words,
+                 ENTRIES=entries_at_once, AWAITED=overlap),
+            num_warps=4,
         )  # fmt: skip
-    attend_exact[(rows, exact_splits + packed, triton.cdiv(columns, exact_block))](
-        query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
-        p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
-        heads, columns, group, new, slots, sinks, exact_splits, all_splits, query_offset, *query.stride()[:3],
-        *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap,
-        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block,
-        FP8=page.key_format == "fp8", VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded, VALUE_BLOCK=value_block,
-        ROWS=exact_block, TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize,
-        CHAINED=overlap, num_warps=warps, **launch,
+    launch(
+        attend_exact, (rows, exact_splits + packed, triton.cdiv(columns, exact_block)),
+        (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
+         p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
+         heads, columns, group, new, slots, sinks, exact_splits, all_splits, query_offset, *query.stride()[:3],
+         *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap),
+        dict(KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block, FP8=page.key_format == "fp8",
+             VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded, VALUE_BLOCK=value_block, ROWS=exact_block,
+             TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize, CHAINED=overlap),
+        num_warps=warps, **early,
     )  # fmt: skip
     rotates = packed and page.rotates_values
     rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
     if fast:
         assert p_rotated is not None
-        decode[(rows, splits)](
-            p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
-            p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
-            softcap_exponent, L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile,
-            ROTATE_BACK=rotates and not rotated, DEPENDENT=overlap, num_warps=1, maxnreg=registers, **launch,
+        launch(
+            decode, (rows, splits),
+            (p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
+             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
+             softcap_exponent),
+            dict(L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile, ROTATE_BACK=rotates and not rotated,
+                 DEPENDENT=overlap),
+            num_warps=1, maxnreg=registers, **early,
         )  # fmt: skip
     elif packed:
-        attend_packed[(rows, splits, triton.cdiv(columns, block))](
-            p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
-            p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
-            softcap_exponent, L=page_spec(page), COLUMNS=block,
-            VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
-            PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page), num_warps=1,
+        launch(
+            attend_packed, (rows, splits, triton.cdiv(columns, block)),
+            (p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
+             p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
+             softcap_exponent),
+            dict(L=page_spec(page), COLUMNS=block,
+                 VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
+                 PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page)),
+            num_warps=1,
         )  # fmt: skip
     column_tile, split_tile, step = _combine_tile(rows, columns, value_block, rotated, device)
-    combine[(rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step))](
-        p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
-        heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1),
-        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile, STEP=step,
-        DEPENDENT=overlap, num_warps=8 if rotated or column_tile > 1 else 4, **launch,
+    launch(
+        combine, (rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step)),
+        (p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
+         heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1)),
+        dict(DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile,
+             STEP=step, DEPENDENT=overlap),
+        num_warps=8 if rotated or column_tile > 1 else 4, **early,
     )  # fmt: skip
 
 

@@ -1,0 +1,39 @@
+"""Launching kernels again: Triton looks up which variant of a kernel fits its arguments at every call, which takes it longer
+than most of the kernels here run. Here the variant of a first launch is kept for calls that look the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_compiled: dict[Any, Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
+) -> None:
+    """What `kernel[grid](*arguments, **constants, **options)` does.
+
+    Args:
+        arguments: for the parameters that are no `tl.constexpr`; None only where it is the same in all launches alike.
+        constants: for those that are, which come last in the kernel's signature, in that order.
+        options: of the compiler, as num_warps.
+    """
+    key = (kernel.fn, tuple(constants.values()), tuple(options.items()), tuple(map(_traits, arguments)))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        # Triton's interpreter compiles nothing.
+        _compiled[key] = kernel[grid](*arguments, **constants, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+
+
+def _traits(argument: Any) -> Any:
+    """All that Triton specializes a kernel on, or more: the device, type and alignment of tensors, the divisibility and
+    width of integers."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.device.index, argument.data_ptr() & 15
+    if type(argument) is int:
+        return argument == 1, argument & 15 == 0, argument >> 31
+    return type(argument)
