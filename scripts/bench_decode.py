@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ attend_module = importlib.import_module("tq_hf.kernels.attend")
 attend = attend_module.attend
 
 KV_HEADS, GROUP, DIM = 8, 4, 128
-PRESETS = "tq4,tq3,tq2,4bit_nc,3bit_nc,k8v4"
-SHAPES = "1x8k,1x32k,8x8k,8x32k"
+PRESETS = "tq4,tq3,tq3v2,tq2,4bit_nc,3bit_nc,k8v4"
+SHAPES = "1x8k,1x32k,1x128k,8x8k,8x32k,32x32k"
+HOST_CALLS = 50
 CHUNK = 4096
 ROTATED_BYTES = 2.5e8  # several times the largest L2 cache
 TOLERANCE = 5e-3  # bf16 outputs
@@ -141,11 +143,26 @@ def error_of(
     return float((actual - expected).norm() / expected.norm())
 
 
-class _Skipped:
-    """Stands for a kernel that is not launched."""
+def without(*kernels: Any) -> Any:
+    """A context in which `attend` does not launch these kernels."""
+    launch = attend_module.launch
 
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **options: None
+    def launch_others(kernel: Any, *args: Any, **constants: Any) -> None:
+        if not any(kernel is skipped for skipped in kernels):
+            launch(kernel, *args, **constants)
+
+    return mock.patch.object(attend_module, "launch", launch_others)
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Microseconds until a call returns, the GPU left behind."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed * 1e6 / HOST_CALLS
 
 
 def measure(preset: str, rows: int, length: int) -> dict[str, Any]:
@@ -161,14 +178,18 @@ def measure(preset: str, rows: int, length: int) -> dict[str, Any]:
         raise RuntimeError(f"{preset} {rows}x{length}: relative RMS error {error:.1e} against the reference")
     calls = [lambda s=s: attend(query, *new, *s.values(), *rest) for s in states]
     total = microseconds(calls)
-    with mock.patch.object(attend_module, "attend_exact", _Skipped()):
+    with without(attend_module.plan, attend_module.attend_exact):
         packed = microseconds(calls)
+    with without(attend_module.plan, attend_module.attend_exact, attend_module.combine):
+        decode = microseconds(calls)
     return {
         "preset": preset,
         "rows": rows,
         "length": length,
         "attend": total,
         "packed": packed,
+        "decode": decode,
+        "host": host_time(calls[0]),
         "bytes": size,
         "error": error,
     }
@@ -179,18 +200,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
     parser.add_argument("--presets", default=PRESETS, help=f"default: {PRESETS}")
     parser.add_argument("--shapes", default=SHAPES, help=f"rows x thousands of tokens, default: {SHAPES}")
-    parser.add_argument("--programs", type=int, help="programs of the packed kernel a multiprocessor, to tune it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_decode.py needs a GPU: torch.cuda.is_available() is False.")
     torch.manual_seed(0)
-    if args.programs:
-        attend_module.PROGRAMS_PER_SM = dict.fromkeys(attend_module.PROGRAMS_PER_SM, args.programs)
     ceiling = copy_ceiling()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {ceiling / 1e12:.2f} TB/s")
     print(f"{KV_HEADS} KV heads, {KV_HEADS * GROUP} query heads, head_dim {DIM}; times in microseconds\n")
-    print("| shape | preset | attend | packed + combine | MB | share of copy | best SDPA | SDPA / attend | error |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(
+        "| shape | preset | attend | packed + combine | packed | MB | share of copy | best SDPA | SDPA / attend |"
+        " SDPA / (packed + combine) | host | error |"
+    )
+    print("| --- | --- " + "| ---: " * 10 + "|")
     results = []
     for shape in args.shapes.split(","):
         rows, length = (int(x) for x in shape.removesuffix("k").split("x"))
@@ -200,11 +221,12 @@ def main() -> None:
         for preset in args.presets.split(","):
             result = measure(preset, rows, length)
             share = result["bytes"] / result["packed"] * 1e6 / ceiling
-            ratio = sdpa[backend] / result["attend"]
+            ratio, packed_ratio = sdpa[backend] / result["attend"], sdpa[backend] / result["packed"]
             results.append(result | {"sdpa": sdpa, "share_of_copy": share, "times_faster_than_sdpa": ratio})
             print(
-                f"| {shape} | {preset} | {result['attend']:.1f} | {result['packed']:.1f} | {result['bytes'] / 1e6:.1f} |"
-                f" {share:.2f} | {sdpa[backend]:.1f} ({backend}) | {ratio:.2f} | {result['error']:.1e} |",
+                f"| {shape} | {preset} | {result['attend']:.1f} | {result['packed']:.1f} | {result['decode']:.1f} |"
+                f" {result['bytes'] / 1e6:.1f} | {share:.2f} | {sdpa[backend]:.1f} ({backend}) | {ratio:.2f} |"
+                f" {packed_ratio:.2f} | {result['host']:.0f} | {result['error']:.1e} |",
                 flush=True,
             )
     if args.json:

@@ -32,12 +32,15 @@ def resources(preset: str, dim: int, columns: int, tile: int, architecture: int,
     from tq_hf.kernels.decode import decode
     from tq_hf.kernels.dequant import page_spec
 
+    batch = 8
     layout = TurboQuantConfig.from_preset(preset).layout(dim, dim, torch.bfloat16)
     constants = {
         "softcap": None,
         "L": page_spec(layout),
         "NX": 1 if columns <= 4 else 2,
         "TILE": tile,
+        "LEAST": 1,
+        "BATCH": batch,
         "ROTATE_BACK": layout.rotates_values and dim & (dim - 1) == 0,
         "DEPENDENT": architecture >= 90,
     }

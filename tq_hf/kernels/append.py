@@ -76,15 +76,14 @@ def launch_append_tokens(
     tail = min(n, recent_window + page_size)
     rows = 8 if tail + sinks <= 8 else 16
     launch(
-        append_tokens, (triton.cdiv(tail + sinks, rows), heads, batch),
+        append_tokens, (triton.cdiv(tail + sinks, rows), heads, batch), {"num_warps": 4},
         (key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
          n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3]),
-        dict(PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
-             VALUE_BLOCK=block_dim(value_dim), ROWS=rows),
-        num_warps=4,
+        PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
+        VALUE_BLOCK=block_dim(value_dim), ROWS=rows,
     )  # fmt: skip
 
 
 def launch_advance_counters(counters: Tensor, n: int, page_size: int, recent_window: int) -> None:
     """Step 3 of `commit.commit`."""
-    launch(advance_counters, (1,), (counters, n, recent_window), {"PAGE": page_size}, num_warps=1)
+    launch(advance_counters, (1,), {"num_warps": 1}, (counters, n, recent_window), PAGE=page_size)

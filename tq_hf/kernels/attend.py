@@ -139,7 +139,7 @@ def _attend(
 ) -> None:
     """`attend` for a part of the queries, the first of which stands at position length + query_offset."""
     ring_key, ring_value, sink_key, sink_value, row_start, counters = state
-    batch, heads, slots, _ = ring_key.shape
+    batch, heads, slots_of_ring, _ = ring_key.shape
     device, rows = query.device, batch * heads
     columns, new, sinks = query.shape[2] * group, key.shape[2], sink_key.shape[2]
     packed = max_entries > 0
@@ -147,20 +147,20 @@ def _attend(
     per_query = mask is not None and mask.shape[2] > 1
     fast = packed and decodes(page, columns, scaling, per_query or causal_pages)
     block = _columns(columns, page)
-    if not packed:
-        splits = 0
-    elif fast:
-        tile, registers, splits = _decode_tile(rows, columns, page, max_entries, device)
-    else:
-        splits = _packed_splits(rows, columns, page, max_entries, device)
+    tile, registers, slots, even_splits = 1, 0, 0, 0
+    if fast:
+        tile, registers, slots = _decode_tile(batch, heads, columns, page, max_entries, device)
+    elif packed:
+        even_splits = _packed_splits(rows, columns, page, max_entries, device)
+        slots = batch * even_splits
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
-    blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots, tokens) + triton.cdiv(new, tokens)
+    blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots_of_ring, tokens) + triton.cdiv(new, tokens)
     exact_splits = max(
         1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
     )
-    all_splits = splits + exact_splits
-    sizes = (all_splits * page.value_dim_padded, all_splits * 2, 1)
-    floats = [triton.cdiv(rows * columns * size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
+    results = (heads * slots + rows * exact_splits) * columns
+    sizes = (results * page.value_dim_padded, results * 2, rows * columns)
+    floats = [triton.cdiv(size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
     p_output, p_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = p_kept = p_means = None
@@ -185,57 +185,54 @@ def _attend(
     if fast:
         entries_at_once = PLAN_NUMBERS // key_block
         launch(
-            plan, (rows, triton.cdiv(max_entries, entries_at_once)),
+            plan, (rows, triton.cdiv(max_entries, entries_at_once)), {"num_warps": 4},
             (query, pool, page_ids, entries, row_start, counters, mask, p_kept, p_means, heads, columns, group, sinks,
              page_ids.stride(0), max_entries, *query.stride()[:3], mask_strides[0], mask_strides[2], scaling, softcap),
-            dict(DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words,
-                 ENTRIES=entries_at_once, AWAITED=overlap),
-            num_warps=4,
+            DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
+            AWAITED=overlap,
         )  # fmt: skip
     launch(
-        attend_exact, (rows, exact_splits + packed, triton.cdiv(columns, exact_block)),
+        attend_exact, (rows, exact_splits + packed, triton.cdiv(columns, exact_block)), {"num_warps": warps, **early},
         (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
-         p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
-         heads, columns, group, new, slots, sinks, exact_splits, all_splits, query_offset, *query.stride()[:3],
-         *key.stride()[:3], *value.stride()[:3], *mask_strides, scaling, softcap),
-        dict(KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block, FP8=page.key_format == "fp8",
-             VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded, VALUE_BLOCK=value_block, ROWS=exact_block,
-             TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize, CHAINED=overlap),
-        num_warps=warps, **early,
+         p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, heads, columns, group, new, slots_of_ring, sinks,
+         exact_splits, heads * slots, query_offset, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+         *mask_strides, scaling, softcap),
+        KEY_DIM=page.key_dim, KEY_PADDED=page.key_dim_padded, KEY_BLOCK=key_block, FP8=page.key_format == "fp8",
+        VALUE_DIM=page.value_dim, VALUE_PADDED=page.value_dim_padded, VALUE_BLOCK=value_block, ROWS=exact_block,
+        TOKENS=tokens, PER_QUERY=per_query, CAUSAL=causal, STAGES=4 // query.dtype.itemsize, CHAINED=overlap,
     )  # fmt: skip
     rotates = packed and page.rotates_values
     rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
+    sharing = {"LEAST": max(1, DECODE_GROUPS // tile), "BATCH": triton.next_power_of_2(batch)}
     if fast:
         assert p_rotated is not None
         launch(
-            decode, (rows, splits),
+            decode, (heads, slots), {"num_warps": 1, "maxnreg": registers, **early},
             (p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
-             p_kept, p_means, p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), max_entries, *steps(page),
+             p_kept, p_means, p_output, p_stats, batch, columns, page_ids.stride(0), max_entries, *steps(page),
              softcap_exponent),
-            dict(L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile, ROTATE_BACK=rotates and not rotated,
-                 DEPENDENT=overlap),
-            num_warps=1, maxnreg=registers, **early,
+            L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
+            DEPENDENT=overlap,
         )  # fmt: skip
     elif packed:
         launch(
-            attend_packed, (rows, splits, triton.cdiv(columns, block)),
+            attend_packed, (rows, even_splits, triton.cdiv(columns, block)), {"num_warps": 1},
             (p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
-             p_output, p_stats, heads, columns, all_splits, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
+             p_output, p_stats, heads, columns, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
              softcap_exponent),
-            dict(L=page_spec(page), COLUMNS=block,
-                 VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
-                 PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page)),
-            num_warps=1,
+            L=page_spec(page), COLUMNS=block,
+            VALUE_DTYPE=_TRITON_DTYPES[ring_value.dtype] if page.value_format == "raw" else tl.float16,
+            PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=1 + 2 * _buffers(page),
         )  # fmt: skip
     column_tile, split_tile, step = _combine_tile(rows, columns, value_block, rotated, device)
     launch(
         combine, (rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step)),
-        (p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, out,
-         heads, columns, group, splits if rotated else 0, all_splits, out.stride(0), out.stride(1)),
-        dict(DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile,
-             STEP=step, DEPENDENT=overlap),
-        num_warps=8 if rotated or column_tile > 1 else 4, **early,
+        {"num_warps": 8 if rotated or column_tile > 1 else 4, **early},
+        (p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, row_start, counters, out,
+         batch, heads, columns, group, slots, even_splits, exact_splits, out.stride(0), out.stride(1)),
+        DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile,
+        STEP=step, PAGE_BITS=page.page_size.bit_length() - 1, TILES=page.groups // tile, **sharing, DEPENDENT=overlap,
     )  # fmt: skip
 
 
@@ -273,20 +270,19 @@ def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
 
 
 def _decode_tile(
-    rows: int, columns: int, page: PageLayout, max_entries: int, device: torch.device
+    batch: int, heads: int, columns: int, page: PageLayout, max_entries: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """Groups of a tile of the decode kernel, its registers, and the splits of each row: one wave of programs."""
+    """Groups of a tile of the decode kernel, its registers, and the slots of each head: one wave of programs."""
     groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
     words = page.key_words_per_lane + page.value_words_per_lane
     tile = 1
     if page.groups > 1:
-        is_long = rows * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
+        is_long = batch * heads * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)
     wave = REGISTERS // (32 * registers) * processors
-    tiles = groups // tile
-    splits = max(1, min(wave // rows, groups // DECODE_GROUPS, tiles))
-    return tile, registers, triton.cdiv(tiles, triton.cdiv(tiles, splits))
+    most = batch * triton.cdiv(groups, max(tile, DECODE_GROUPS)) + batch
+    return tile, registers, max(batch, min(wave // heads, most))
 
 
 def _columns(columns: int, page: PageLayout) -> int:

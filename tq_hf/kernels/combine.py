@@ -1,6 +1,6 @@
-"""Merges the partial results of all splits and divides by the softmax's denominator.
+"""Merges the partial results for a row and head and divides by the softmax's denominator.
 
-The first of a row's splits may hold sums in rotated coordinates, which are rotated back here; the others are plain.
+Those of packed pages may hold sums in rotated coordinates, which are rotated back here; those of exact tokens are plain.
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from triton.language.extra.cuda import gdc_wait
 from .dequant import INTERPRET
 from .packed import NOTHING
 from .query import LOG2_E
+from .splits import row_splits, slots_of
 
 
 @triton.jit
-def merge(p_output, p_stats, i_bh, first_split, end_split, splits, columns, column, d, DIM: tl.constexpr,
-          ROWS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """Splits `first_split` to `end_split` as one: the highest score and the sum of the weights [ROWS], and values in
-    dimensions d, [ROWS, N], relative to that score.
-
-    Every SPLITS-th split has sums of its own until the end, so that no step waits for another's.
-    """
+def start_merge(ROWS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
+    """Nothing merged yet: for every SPLITS-th result the highest score, the sum of the weights and the values."""
     maximum = tl.full([ROWS, SPLITS], NOTHING, tl.float32)
-    total = tl.zeros([ROWS, SPLITS], tl.float32)
-    acc = tl.zeros([ROWS, SPLITS, d.shape[0]], tl.float32)
-    for first in range(first_split, end_split, SPLITS):
+    return maximum, tl.zeros([ROWS, SPLITS], tl.float32), tl.zeros([ROWS, SPLITS, N], tl.float32)
+
+
+@triton.jit
+def merge(merged, p_output, p_stats, first_result, count, columns, column, d, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Takes in `count` results from number `first_result` on: dimensions d of the columns.
+
+    Every SPLITS-th result has sums of its own until `end_merge`, so that no step waits for another's.
+    """
+    maximum, total, acc = merged
+    for first in range(0, count, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        row = (i_bh.to(tl.int64) * splits + split)[None, :] * columns + column[:, None]
-        valid = (split < end_split)[None, :] & (column < columns)[:, None]
-        x = tl.load(
-            p_output + row[:, :, None] * DIM + d[None, None, :], mask=valid[:, :, None] & (d < DIM)[None, None, :], other=0.0
-        )
+        row = (first_result + split)[None, :].to(tl.int64) * columns + column[:, None]
+        valid = (split < count)[None, :] & (column < columns)[:, None]
+        mask = valid[:, :, None] & (d < DIM)[None, None, :]
+        x = tl.load(p_output + row[:, :, None] * DIM + d[None, None, :], mask=mask, other=0.0)
         their_maximum = tl.load(p_stats + 2 * row, mask=valid, other=NOTHING)
         their_total = tl.load(p_stats + 2 * row + 1, mask=valid, other=0.0)
         highest = tl.maximum(maximum, their_maximum)
@@ -39,6 +42,13 @@ def merge(p_output, p_stats, i_bh, first_split, end_split, splits, columns, colu
         total = total * decay + their_total * scale
         acc = acc * decay[:, :, None] + x * scale[:, :, None]
         maximum = highest
+    return maximum, total, acc
+
+
+@triton.jit
+def end_merge(merged):
+    """The highest score and the sum of the weights [ROWS], and values [ROWS, N], relative to that score."""
+    maximum, total, acc = merged
     highest = tl.max(maximum, 1)
     scale = tl.exp2(maximum - highest[:, None])
     return highest, tl.sum(total * scale, 1), tl.sum(acc * scale[:, :, None], 1)
@@ -60,23 +70,29 @@ def rotate_back(x, signs):
     return y
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "group", "rotated_splits", "splits", "stride_ob", "stride_oq"])
+@triton.jit(
+    do_not_specialize=[
+        "batch", "heads", "columns", "group", "slots", "even_splits", "exact_splits", "stride_ob", "stride_oq",
+    ]
+)  # fmt: skip
 def combine(
-    p_output, p_stats, p_signs, p_aux_sinks, p_out,
-    heads, columns, group, rotated_splits, splits, stride_ob, stride_oq,
+    p_output, p_stats, p_signs, p_aux_sinks, p_row_start, p_counters, p_out,
+    batch, heads, columns, group, slots, even_splits, exact_splits, stride_ob, stride_oq,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    STEP: tl.constexpr, PAGE_BITS: tl.constexpr, TILES: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, column blocks, cdiv(DIM, STEP)): STEP dimensions of ROWS columns.
 
     Args:
-        p_output: fp32 [B * H, splits, columns, PADDED]: weighted sums of values.
-        p_stats: fp32 [B * H, splits, columns, 2]: maximum of the scores in powers of two, sum of the weights.
-        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension; None if no split is
-            rotated.
+        p_output: fp32 [H * slots + B * H * exact_splits, columns, PADDED]: weighted sums of values. First come packed pages,
+            slots (`splits.py`) or, if `even_splits` is not 0, so many splits of each row and head; then exact tokens.
+        p_stats: fp32 [as p_output, columns, 2]: maximum of the scores in powers of two, sum of the weights.
+        p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, if the results of packed
+            pages are in rotated coordinates; else None.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
-        rotated_splits: how many splits come first that hold rotated coordinates.
+        PAGE_BITS, TILES, LEAST, BATCH: of `splits.row_splits`.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
@@ -88,13 +104,24 @@ def combine(
     k = tl.arange(0, BLOCK)
     if p_signs is not None:
         signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :])  # [BLOCK, STEP]
+    first = i_bh * even_splits
+    count = even_splits
+    if (even_splits == 0) & (slots > 0):
+        _, splits, _ = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, TILES, LEAST, BATCH)
+        begin, count = slots_of(splits, i_b, BATCH)
+        first = i_h * slots + begin
     if DEPENDENT:
         gdc_wait()
-    highest, denominator, out = merge(p_output, p_stats, i_bh, rotated_splits, splits, splits, columns, column, d, PADDED,
-                                      ROWS, SPLITS)  # fmt: skip
+    merged = start_merge(ROWS, SPLITS, STEP)
+    if p_signs is None:
+        merged = merge(merged, p_output, p_stats, first, count, columns, column, d, PADDED, SPLITS)
+    exact = heads * slots + i_bh * exact_splits
+    merged = merge(merged, p_output, p_stats, exact, exact_splits, columns, column, d, PADDED, SPLITS)
+    highest, denominator, out = end_merge(merged)
     if p_signs is not None:
-        rotated_highest, rotated_total, x = merge(p_output, p_stats, i_bh, 0, rotated_splits, splits, columns, column, k,
-                                                  PADDED, ROWS, SPLITS)  # fmt: skip
+        merged = start_merge(ROWS, SPLITS, BLOCK)
+        merged = merge(merged, p_output, p_stats, first, count, columns, column, k, PADDED, SPLITS)
+        rotated_highest, rotated_total, x = end_merge(merged)
         before = highest
         highest = tl.maximum(before, rotated_highest)
         decay, scale = tl.exp2(before - highest), tl.exp2(rotated_highest - highest)

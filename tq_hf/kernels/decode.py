@@ -11,7 +11,8 @@ With up to 4 columns, column 2t of a product is the high part of column t and 2t
 both, and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
 
 Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing
-of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway.
+of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes
+anyway.
 
 Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
 group or, where codes are narrow, two groups of a page: so much has to be on its way from memory at any time.
@@ -32,6 +33,7 @@ from ..layout import LANES, PageLayout
 from .dequant import chunk_runs, fp8_pairs, split_last4
 from .packed import NOTHING
 from .query import QUERY_STEPS
+from .splits import row_splits, slot_of
 from .warp import (
     lane_of_four,
     lane_xor,
@@ -391,13 +393,13 @@ def rotate_lanes(values, g):
     return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
-@triton.jit(do_not_specialize=["heads", "columns", "all_splits", "stride_page_ids", "capacity"])
+@triton.jit(do_not_specialize=["batch", "columns", "stride_page_ids", "capacity"])
 def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
-    heads, columns, all_splits, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    TILE: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
+    batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
+    TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, splits), one warp each.
+    """Grid (H, slots), one warp each; `splits.py` says what a slot's program has to do.
 
     Args:
         p_query: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys fp16.
@@ -405,26 +407,29 @@ def decode(
         p_tables: int32 [5, 32], `int8_tables`.
         p_kept: int32 [B, capacity * groups], a bit for each token that counts (`plan.py`).
         p_means: fp32 [B * H, capacity, columns], scores of the pages' mean keys in powers of two (`plan.py`), or None.
-        p_output, p_stats: of `combine.combine`; the first splits are this kernel's, of which there are `all_splits`.
+        p_output, p_stats: of `combine.combine`; the results of slots come first.
         capacity: entries that `p_kept` and `p_means` have room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
         TILE: groups of a tile, 1 or 2.
+        LEAST, BATCH: of `splits.row_splits`.
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
-    i_bh, i_s, n_s = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    i_b, i_h = i_bh // heads, i_bh % heads
+    i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
 
     TILES: tl.constexpr = L.groups // TILE  # of a page
     BITS: tl.constexpr = L.group_bits - TILE // 2
-    # Whole pages before a row's first token are not even looked at.
-    first = (tl.load(p_row_start + i_b) >> L.page_bits << BITS) + i_s
-    tiles = tl.load(p_counters + 2) * TILES
-    steps = tl.maximum(tiles - first + n_s - 1, 0) // n_s
+    starts, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, L.page_bits, TILES, LEAST, BATCH)
+    i_b, start, i_s, n_s = slot_of(starts, splits, slot, BATCH)
+    if i_b >= batch:
+        return
+    i_bh = i_b * heads + i_h
+    first = start + i_s
+    steps = tl.cdiv(tiles - first, n_s)
     p_pages = p_page_ids + i_b * stride_page_ids
     p_bits = p_kept + i_b * capacity * L.groups
     page = tl.load(p_pages + (first >> BITS), mask=steps > 0, other=-1)
@@ -549,7 +554,7 @@ def decode(
         sums = add_values(sums, decay, values, value_table, operands, magic, L, NX, TILE)
         values = next_values
 
-    row = (i_bh.to(tl.int64) * all_splits + i_s) * columns
+    row = (i_h.to(tl.int64) * slots + slot) * columns
     for x in tl.static_range(NX):
         column = NX * t + x
         inside = column < columns

@@ -31,13 +31,13 @@ def token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink, p_
 @triton.jit(
     do_not_specialize=[
         "heads", "columns", "group", "new", "slots", "sinks", "splits", "query_offset", "mask_b", "mask_q", "mask_k",
-        "all_splits",
+        "first_result",
     ]
 )  # fmt: skip
 def attend_exact(
     p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
     p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
-    heads, columns, group, new, slots, sinks, splits, all_splits, query_offset, stride_qb, stride_qh, stride_qt,
+    heads, columns, group, new, slots, sinks, splits, first_result, query_offset, stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_q, mask_k, scaling, softcap,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, FP8: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -48,7 +48,7 @@ def attend_exact(
 
     Args:
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
-        p_output, p_stats: of `combine.combine`; the last splits are this kernel's, of which there are `all_splits`.
+        p_output, p_stats: of `combine.combine`; the results of this kernel begin with number `first_result`.
         query_offset: position of query 0 minus the committed length.
         CHAINED: whether this kernel runs beside `plan.plan`, and the next may start before this one has finished.
     """
@@ -125,7 +125,7 @@ def attend_exact(
             acc = tl.dot(rounded, value, acc * decay[:, None], input_precision="tf32x3")
             if value.dtype == tl.bfloat16:  # eight bits of a weight are less than its output's rounding can hide
                 acc = tl.dot((weights - rounded).to(tl.bfloat16), value, acc)
-        row = (i_bh.to(tl.int64) * all_splits + all_splits - splits + i_s) * columns + column
+        row = (first_result + i_bh.to(tl.int64) * splits + i_s) * columns + column
         tl.store(p_stats + 2 * row, maximum, mask=inside)
         tl.store(p_stats + 2 * row + 1, total, mask=inside)
         p_sums = p_output + row[:, None] * VALUE_PADDED + e[None, :]

@@ -11,14 +11,14 @@ _compiled: dict[Any, Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], **options: Any
+    kernel: Any, grid: tuple[int, ...], options: dict[str, Any], arguments: tuple[Any, ...], **constants: Any
 ) -> None:
     """What `kernel[grid](*arguments, **constants, **options)` does.
 
     Args:
-        arguments: for the parameters that are no `tl.constexpr`; None only where it is the same in all launches alike.
-        constants: for those that are, which come last in the kernel's signature, in that order.
         options: of the compiler, as num_warps.
+        arguments: for the parameters that are no `tl.constexpr`.
+        constants: for those that are, which come last in the kernel's signature, in that order.
     """
     key = (kernel.fn, tuple(constants.values()), tuple(options.items()), tuple(map(_traits, arguments)))
     compiled = _compiled.get(key)

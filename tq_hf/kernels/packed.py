@@ -64,12 +64,12 @@ def mean_scores(p_mean, live, query, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "columns", "all_splits", "stride_page_ids", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k",
+        "heads", "columns", "stride_page_ids", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k",
     ]
 )  # fmt: skip
 def attend_packed(
     p_query, p_plain, p_factor, p_pool, p_tables, p_page_ids, p_entries, p_row_start, p_counters, p_mask, p_output, p_stats,
-    heads, columns, all_splits, stride_page_ids, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
+    heads, columns, stride_page_ids, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
     L: tl.constexpr, COLUMNS: tl.constexpr, VALUE_DTYPE: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def attend_packed(
         p_factor: fp32 [B * H, columns], what turns a product of `p_query` into a score in powers of two (with a softcap:
             into the argument of tanh).
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
-        p_output, p_stats: of `combine.combine`; the first splits are this kernel's, of which there are `all_splits`.
+        p_output, p_stats: of `combine.combine`; the results of this kernel come first.
         query_offset: position of query 0 minus the committed length.
     """
     CHUNKS: tl.constexpr = L.key_padded // 32
@@ -191,7 +191,7 @@ def attend_packed(
     minimum = tl.sum(minima, 0)
     if L.value_format != "raw":
         unit_of_column = times_lane(tl.full([COLUMNS], 1.0, tl.float32), unit)
-    row = (i_bh.to(tl.int64) * all_splits + i_s) * columns + column
+    row = (i_bh.to(tl.int64) * n_s + i_s) * columns + column
     tl.store(p_stats + 2 * row, maximum * (1.0 if softcap is not None else factor), mask=inside)
     tl.store(p_stats + 2 * row + 1, tl.sum(total, 0) * UNWEIGHT, mask=inside)
     for c in tl.static_range(VALUE_CHUNKS):
