@@ -25,9 +25,11 @@ TOLERANCE = 2e-3
 STATE = ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters")
 
 if INTERPRETED:
+    import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
     from tests import ptx
+    from tq_hf.kernels.splits import row_splits, slot_of
 
     ptx.install()
     patch_tensor, create_splat = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_splat
@@ -42,6 +44,18 @@ if INTERPRETED:
         if scalar.data.dtype == bool:
             scalar = interpreter.TensorHandle(scalar.data, triton.language.int1)
         return create_splat(self, shape, scalar)
+
+    @triton.jit
+    def write_slots(p_row_start, p_counters, p_out, batch, slots, PAGE_BITS: tl.constexpr, TILES: tl.constexpr,
+                    LEAST: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
+        first, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, TILES, LEAST, BATCH)
+        row, start, split, count = slot_of(first, splits, tl.program_id(0), BATCH)
+        p_out += 5 * tl.program_id(0)
+        tl.store(p_out, row)
+        tl.store(p_out + 1, start)
+        tl.store(p_out + 2, split)
+        tl.store(p_out + 3, count)
+        tl.store(p_out + 4, tiles)
 
     interpreter._patch_lang_tensor = patch_index
     interpreter.InterpreterBuilder.create_splat = splat_condition
@@ -198,6 +212,11 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq4", 32, 48, length=45, options=narrow()),
         Case("tq4", 32, 128, length=45, options=narrow(codebook="beta")),
         Case("tq4", 32, length=77, group=7, queries=5, options=narrow()),
+        Case("tq4", 64, length=200, group=4, options=narrow(64)),  # two groups a tile
+        Case("tq3", 32, length=200, group=8, options=narrow(64)),
+        Case("tq2", 32, length=330, group=2, options=narrow(128)),
+        Case("tq4", 64, length=150, group=7, queries=2, options=narrow(64)),  # two blocks of columns
+        Case("k8v4", 32, length=77, group=16, options=narrow()),
         Case("k8v4", 32, length=77, options=narrow(value_bits=8)),
         Case("4bit_nc", 32, length=77, options=narrow(value_bits=2), dtype=torch.float32),
         Case("tq4", 32, length=77, options=narrow(value_format="raw", value_bits=16)),
@@ -216,6 +235,7 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(rows=2, row_start=(0, 40), queries=2, mask="row", aux_sinks=True),
         Case(rows=2, row_start=(50, 3), softcap=5.0, heads=2, group=2),
         Case(rows=2, row_start=(78, 0)),  # nothing but the new token
+        Case(rows=5, row_start=(0, 190, 299, 64, 33), length=300, heads=2),  # rows of very different lengths
         Case(rows=2, row_start=(70, 0)),  # sinks that the ring holds as well
         Case(queries=2, mask="strided"),
         Case(queries=3, mask="query", softcap=5.0),
@@ -236,6 +256,29 @@ def test_interpreted_shapes(case: Case) -> None:
 )
 def test_interpreted_features(case: Case) -> None:
     check(replace(case, dim=32, length=77 if case.length == 100 else case.length, options=narrow()), "cpu")
+
+
+@interpreted
+def test_rows_share_slots_by_length() -> None:
+    """Every tile of every row is in one split, no split is longer than the even share, and the slots suffice."""
+    for row_start, slots in (([0], 7), ([0, 640, 3000, 3199, 3200], 40), ([0] * 9, 9), ([5, 0], 3)):
+        batch = len(row_start)
+        out = torch.zeros(slots, 5, dtype=torch.int32)
+        counters = torch.tensor([3300, 3200, 50], dtype=torch.int32)
+        starts = torch.tensor(row_start, dtype=torch.int32)
+        write_slots[(slots,)](starts, counters, out, batch, slots, PAGE_BITS=6, TILES=2, LEAST=1, BATCH=32)
+        taken: list[set[int]] = [set() for _ in row_start]
+        longest = 0
+        for row, start, split, count, tiles in out.tolist():
+            if row < batch:
+                tiles_of_split = range(start + split, tiles, count)
+                assert not taken[row].intersection(tiles_of_split)
+                taken[row].update(tiles_of_split)
+                longest = max(longest, len(tiles_of_split))
+        expected = [set(range(2 * (start // 64), 100)) for start in row_start]
+        assert taken == expected
+        total = sum(map(len, expected))
+        assert longest <= -(-total // max(slots - batch, 1))
 
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

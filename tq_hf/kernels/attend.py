@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import PageLayout
+from ..layout import LANES, PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
 from .decode import decode, int8_tables, steps
@@ -22,7 +22,8 @@ from .packed import attend_packed
 from .plan import plan
 
 REGISTERS = 65536  # of a multiprocessor
-DECODE_COLUMNS = 8  # of a program of the decode kernel
+# Columns of a program of the decode kernel, the sums of which are half of a lane's registers: up to 128 dimensions, beyond.
+DECODE_COLUMNS, DECODE_COLUMNS_WIDE = 16, 8
 # Its registers are capped, rather high: it takes more than it needs, to load earlier.
 DECODE_REGISTERS = (168, 255)
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
@@ -204,7 +205,8 @@ def _attend(
     rotates = packed and page.rotates_values
     rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
-    sharing = {"LEAST": max(1, DECODE_GROUPS // tile), "BATCH": triton.next_power_of_2(batch)}
+    batch_block = 1 if batch == 1 else max(LANES, triton.next_power_of_2(batch))
+    sharing = {"LEAST": max(1, DECODE_GROUPS // tile), "BATCH": batch_block}
     if fast:
         assert p_rotated is not None
         launch(
@@ -212,7 +214,7 @@ def _attend(
             (p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
              p_kept, p_means, p_output, p_stats, batch, columns, page_ids.stride(0), max_entries, *steps(page),
              softcap_exponent),
-            L=page_spec(page), NX=1 if columns <= 4 else 2, TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
+            L=page_spec(page), NX=lane_columns(columns), TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
             DEPENDENT=overlap,
         )  # fmt: skip
     elif packed:
@@ -250,7 +252,9 @@ def decodes(page: PageLayout, columns: int, scaling: float, mask_by_query: bool)
     """
     key = page.key_format == "fp8" or (page.key_format == "lloyd_max" and page.codebook == "int8_grid")
     value = page.value_bits <= 4 and (page.value_format == "min_max" or page.codebook == "int8_grid")
-    return key and value and columns <= DECODE_COLUMNS and not mask_by_query and scaling > 0
+    wide = max(page.key_dim_padded, page.value_dim_padded) > 128
+    few = columns <= (DECODE_COLUMNS_WIDE if wide else DECODE_COLUMNS)
+    return key and value and few and not mask_by_query and scaling > 0
 
 
 def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtype:
@@ -260,12 +264,18 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
+def lane_columns(columns: int) -> int:
+    """Columns that a lane of the decode kernel has."""
+    return 1 if columns <= 4 else 2 if columns <= 8 else 4
+
+
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
-    sums = page.value_dim_padded // 8 * (1 if columns <= 4 else 2)
-    query = page.key_dim_padded // 16 * (2 if columns > 4 or page.key_format == "fp8" else 1)
-    others = 48 if columns <= 4 else 86
+    own = lane_columns(columns)
+    sums = page.value_dim_padded // 8 * own
+    query = page.key_dim_padded // 16 * (max(own, 2) if page.key_format == "fp8" else own)
+    others = 10 + 38 * own
     return next((n for n in DECODE_REGISTERS if words + sums + query + others <= n), DECODE_REGISTERS[-1])
 
 
@@ -276,7 +286,7 @@ def _decode_tile(
     groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
     words = page.key_words_per_lane + page.value_words_per_lane
     tile = 1
-    if page.groups > 1:
+    if page.groups > 1 and columns <= 8:
         is_long = batch * heads * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)

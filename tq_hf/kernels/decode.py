@@ -1,4 +1,4 @@
-"""Decode attention over packed pages at the speed of memory: at most 8 columns, one warp a program, no shared memory.
+"""Decode attention over packed pages at the speed of memory: at most 16 columns, one warp a program, no shared memory.
 
 Both products multiply 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of (`int8_grid`), by two
 byte permutes for 8 codes; keys and values are the left operands of the same instruction. What stands on the right has 16
@@ -8,7 +8,8 @@ bits, as two bytes in two columns of the product or in two products:
     sums     = value levels [D, 32 tokens] x weights [32, 8]       weights as 256 * high + low, both unsigned
 
 With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
-both, and the scores of column t. With up to 8 there are two products, and the lane has columns 2t and 2t + 1.
+both, and the scores of column t (NX = 1 column a lane). With up to 8 there are two products, and the lane has columns 2t and
+2t + 1 (NX = 2); with up to 16, two blocks of 8 columns are treated so (NX = 4).
 
 Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing
 of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes
@@ -170,99 +171,132 @@ def chunk_int8(words, c: tl.constexpr, table, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_operand(p_query, columns, L: tl.constexpr, NX: tl.constexpr):
-    """The query as right operands: two words a chunk and product.
+def lane_column(t, x: tl.constexpr, NX: tl.constexpr):
+    """The number of a lane's column x."""
+    return t if NX == 1 else 8 * (x // 2) + 2 * t + x % 2
 
-    With NX = 1, lane 4g + t holds the high (even g) or low bytes of column g / 2; with NX = 2 the first half of the list
-    holds the high bytes of column g, the second half the low ones. fp16 queries have two products a chunk instead.
+
+@triton.jit
+def load_operand(p_query, columns, L: tl.constexpr, NX: tl.constexpr):
+    """The query as right operands, one block of 8 columns after another: two words a chunk and product.
+
+    With NX = 1, lane 4g + t holds the high (even g) or low bytes of column g / 2; else a block's first half are the high
+    bytes of its column g, its second half the low ones. fp16 queries have two products a chunk instead.
     """
     lane = tl.arange(0, 32)
     g = lane // 4
-    column = tl.minimum(g // 2 if NX == 1 else g, columns - 1)
-    p = p_query + ((column * (L.key_padded // 2) + lane % 4 * (L.key_padded // 8))[:, None] + tl.arange(0, 4)[None, :])
-    first = []
-    second = []
-    for c in tl.static_range(L.key_padded // 32):
-        x = split_last4(tl.load(p + 4 * c))
-        if L.key_format == "fp8":
-            first = first + x
-        elif NX == 1:
-            selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
-            first = first + [permute_bytes(x[0], x[1], selector), permute_bytes(x[2], x[3], selector)]
-        else:
-            first = first + [permute_bytes(x[0], x[1], HIGH_BYTES), permute_bytes(x[2], x[3], HIGH_BYTES)]
-            second = second + [permute_bytes(x[0], x[1], LOW_BYTES), permute_bytes(x[2], x[3], LOW_BYTES)]
-    return first + second
+    words = []
+    for block in tl.static_range((NX + 1) // 2):
+        column = tl.minimum(g // 2 if NX == 1 else 8 * block + g, columns - 1)
+        p = column * (L.key_padded // 2) + lane % 4 * (L.key_padded // 8)
+        p = p_query + (p[:, None] + tl.arange(0, 4)[None, :])
+        first = []
+        second = []
+        for c in tl.static_range(L.key_padded // 32):
+            x = split_last4(tl.load(p + 4 * c))
+            if L.key_format == "fp8":
+                first = first + x
+            elif NX == 1:
+                selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
+                first = first + [permute_bytes(x[0], x[1], selector), permute_bytes(x[2], x[3], selector)]
+            else:
+                first = first + [permute_bytes(x[0], x[1], HIGH_BYTES), permute_bytes(x[2], x[3], HIGH_BYTES)]
+                second = second + [permute_bytes(x[0], x[1], LOW_BYTES), permute_bytes(x[2], x[3], LOW_BYTES)]
+        words = words + first + second
+    return words
 
 
 @triton.jit
 def half_sums(query, zero, L: tl.constexpr, NX: tl.constexpr):
     """What the 0.5 of the levels adds to a score, int32: half of the sum of the query, for each column of a lane."""
     CHUNKS: tl.constexpr = L.key_padded // 32
+    BLOCKS: tl.constexpr = (NX + 1) // 2
     ones = [zero + 0x01010101] * 4
-    high = [zero] * 4
-    low = [zero] * 4
-    for c in tl.static_range(CHUNKS):
-        high = multiply_int8(ones, query[2 * c : 2 * c + 2], high)
-        if NX == 2:
-            low = multiply_int8(ones, query[2 * (CHUNKS + c) : 2 * (CHUNKS + c) + 2], low)
-    if NX == 1:
-        return [(high[0] * 256 + high[1]) >> 1]
-    else:
-        return [(high[0] * 256 + low[0]) >> 1, (high[1] * 256 + low[1]) >> 1]
+    sums = []
+    for block in tl.static_range(BLOCKS):
+        q = part(query, block, BLOCKS)
+        high = [zero] * 4
+        low = [zero] * 4
+        for c in tl.static_range(CHUNKS):
+            high = multiply_int8(ones, q[2 * c : 2 * c + 2], high)
+            if NX > 1:
+                low = multiply_int8(ones, q[2 * (CHUNKS + c) : 2 * (CHUNKS + c) + 2], low)
+        if NX == 1:
+            sums = sums + [(high[0] * 256 + high[1]) >> 1]
+        else:
+            sums = sums + [(high[0] * 256 + low[0]) >> 1, (high[1] * 256 + low[1]) >> 1]
+    return sums
 
 
 @triton.jit
 def int8_scores(words, table, query, bias, zero, L: tl.constexpr, NX: tl.constexpr):
-    """Products of keys and query, fp32, in the order (r, x): token 8r + g, column NX * t + x."""
+    """Products of keys and query, fp32, in the order (r, x): token 8r + g, column x of the lane."""
     CHUNKS: tl.constexpr = L.key_padded // 32
-    if NX == 1:
-        start = [zero, bias[0], zero, bias[0]]
-    else:
-        start = [bias[0], bias[1], bias[0], bias[1]]
-    products = [start] * 2  # of the two halves of the tokens
-    highs = [[zero] * 4] * 2
+    BLOCKS: tl.constexpr = (NX + 1) // 2
+    lows = []  # of the two halves of the tokens and the blocks of columns; with NX = 1, high and low side by side
+    for _ in tl.static_range(2):
+        for block in tl.static_range(BLOCKS):
+            if NX == 1:
+                lows = lows + [[zero, bias[0], zero, bias[0]]]
+            else:
+                lows = lows + [[bias[2 * block], bias[2 * block + 1], bias[2 * block], bias[2 * block + 1]]]
+    highs = [[zero] * 4] * (2 * BLOCKS)
     for c in tl.static_range(CHUNKS):
         x = chunk_int8(words, c, table, L.key_bits)
+        new_lows = []
+        new_highs = []
         for m in tl.static_range(2):
             a = [x[4 * m], x[4 * m + 2], x[4 * m + 1], x[4 * m + 3]]
-            if NX == 1:
-                product = multiply_int8(a, query[2 * c : 2 * c + 2], products[m])
-            else:
-                high = multiply_int8(a, query[2 * c : 2 * c + 2], highs[m])
-                highs = [high, highs[1]] if m == 0 else [highs[0], high]
-                product = multiply_int8(a, query[2 * (CHUNKS + c) : 2 * (CHUNKS + c) + 2], products[m])
-            products = [product, products[1]] if m == 0 else [products[0], product]
+            for block in tl.static_range(BLOCKS):
+                q = part(query, block, BLOCKS)
+                if NX == 1:
+                    new_lows = new_lows + [multiply_int8(a, q[2 * c : 2 * c + 2], lows[m])]
+                else:
+                    new_highs = new_highs + [multiply_int8(a, q[2 * c : 2 * c + 2], highs[m * BLOCKS + block])]
+                    q = q[2 * CHUNKS :]
+                    new_lows = new_lows + [multiply_int8(a, q[2 * c : 2 * c + 2], lows[m * BLOCKS + block])]
+        lows = new_lows
+        if NX > 1:
+            highs = new_highs
     scores = []
     for m in tl.static_range(2):
         for r in tl.static_range(2):
-            if NX == 1:
-                scores = scores + [(products[m][2 * r] * 256 + products[m][2 * r + 1]).to(tl.float32)]
-            else:
-                for x in tl.static_range(2):
-                    scores = scores + [(highs[m][2 * r + x] * 256 + products[m][2 * r + x]).to(tl.float32)]
+            for block in tl.static_range(BLOCKS):
+                low = lows[m * BLOCKS + block]
+                if NX == 1:
+                    scores = scores + [(low[2 * r] * 256 + low[2 * r + 1]).to(tl.float32)]
+                else:
+                    high = highs[m * BLOCKS + block]
+                    for e in tl.static_range(2):
+                        scores = scores + [(high[2 * r + e] * 256 + low[2 * r + e]).to(tl.float32)]
     return scores
 
 
 @triton.jit
 def fp8_scores(words, query, L: tl.constexpr, NX: tl.constexpr):
     """`int8_scores` for fp8 keys, as fp16."""
+    BLOCKS: tl.constexpr = (NX + 1) // 2
     zero = tl.zeros([32], tl.float32)
-    products = [[zero] * 4] * 2
+    products = [[zero] * 4] * (2 * BLOCKS)
     for c in tl.static_range(L.key_padded // 32):
         runs = chunk_runs(words, c, 8)  # two words each
+        new = []
         for m in tl.static_range(2):
-            product = products[m]
+            pairs = []
             for h in tl.static_range(2):
                 x = fp8_pairs(runs[4 * m + h])
                 y = fp8_pairs(runs[4 * m + 2 + h])
-                product = multiply_fp16([x[0], y[0], x[1], y[1]], query[4 * c + 2 * h : 4 * c + 2 * h + 2], product)
-            products = [product, products[1]] if m == 0 else [products[0], product]
+                pairs = pairs + [x[0], y[0], x[1], y[1]]
+            for block in tl.static_range(BLOCKS):
+                q = part(query, block, BLOCKS)
+                product = multiply_fp16(pairs[:4], q[4 * c : 4 * c + 2], products[m * BLOCKS + block])
+                new = new + [multiply_fp16(pairs[4:], q[4 * c + 2 : 4 * c + 4], product)]
+        products = new
     scores = []
     for m in tl.static_range(2):
         for r in tl.static_range(2):
             for x in tl.static_range(NX):
-                scores = scores + [products[m][2 * r + x]]
+                scores = scores + [products[m * BLOCKS + x // 2][2 * r + x % 2]]
     return scores
 
 
@@ -319,23 +353,24 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
 
 @triton.jit
 def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, NX: tl.constexpr):
-    """Weights, 16 bits in the order (x, u, r), of group u as right operands: two words, or two for the high and two for the
-    low bytes."""
-    columns = []
-    for r in tl.static_range(4):
-        if NX == 1:  # the same in both columns, of which one will keep the high bytes and the other the low ones
-            columns = columns + [transpose(permute_bytes(weights[4 * u + r], weights[4 * u + r], 0x1010))]
-        else:
-            columns = columns + [transpose(permute_bytes(weights[4 * u + r], weights[4 * (TILE + u) + r], 0x5410))]
-    if NX == 1:
-        return [permute_bytes(columns[0], columns[1], selector), permute_bytes(columns[2], columns[3], selector)]
+    """Weights, 16 bits in the order (x, u, r), of group u as right operands: two words, or for each block of columns two for
+    the high and two for the low bytes."""
+    if NX == 1:  # the same in both columns, of which one will keep the high bytes and the other the low ones
+        rows = []
+        for r in tl.static_range(4):
+            w = weights[4 * u + r]
+            rows = rows + [transpose(permute_bytes(w, w, 0x1010))]
+        return [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
     else:
-        return [
-            permute_bytes(columns[0], columns[1], HIGH_BYTES),
-            permute_bytes(columns[2], columns[3], HIGH_BYTES),
-            permute_bytes(columns[0], columns[1], LOW_BYTES),
-            permute_bytes(columns[2], columns[3], LOW_BYTES),
-        ]
+        words = []
+        for block in tl.static_range(NX // 2):
+            rows = []
+            for r in tl.static_range(4):
+                w = weights[4 * (TILE * 2 * block + u) + r]
+                rows = rows + [transpose(permute_bytes(w, weights[4 * (TILE * (2 * block + 1) + u) + r], 0x5410))]
+            words = words + [permute_bytes(rows[0], rows[1], HIGH_BYTES), permute_bytes(rows[2], rows[3], HIGH_BYTES)]
+            words = words + [permute_bytes(rows[0], rows[1], LOW_BYTES), permute_bytes(rows[2], rows[3], LOW_BYTES)]
+        return words
 
 
 @triton.jit
@@ -357,20 +392,25 @@ def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, NX: 
         for u in tl.static_range(TILE):
             levels = levels + chunk_int8(part(words, u, TILE), c, table, L.value_bits)
         for p in tl.static_range(2):
-            first = magic
-            second = magic
-            for u in tl.static_range(TILE):
-                a = levels[8 * u + 4 * p : 8 * u + 4 * p + 4]
-                b = part(weights, u, TILE)
-                first = multiply_int8_by_bytes(a, b[:2], first)
-                if NX == 2:
-                    second = multiply_int8_by_bytes(a, b[2:], second)
-            if NX == 1:
-                new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(first[0], first[1]))]
-                new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(first[2], first[3]))]
-            else:
-                for e in tl.static_range(4):
-                    new = new + [tl.fma(sums[len(new)], decay[e % 2], add_bytes(first[e], second[e]))]
+            products = []
+            for block in tl.static_range((NX + 1) // 2):
+                first = magic
+                second = magic
+                for u in tl.static_range(TILE):
+                    a = levels[8 * u + 4 * p : 8 * u + 4 * p + 4]
+                    b = part(part(weights, u, TILE), block, (NX + 1) // 2)
+                    first = multiply_int8_by_bytes(a, b[:2], first)
+                    if NX > 1:
+                        second = multiply_int8_by_bytes(a, b[2:], second)
+                products = products + first + second
+            for e in tl.static_range(2):
+                if NX == 1:
+                    new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(products[2 * e], products[2 * e + 1]))]
+                else:
+                    for x in tl.static_range(NX):
+                        block = products[8 * (x // 2) : 8 * (x // 2) + 8]  # high, then low bytes
+                        product = add_bytes(block[2 * e + x % 2], block[4 + 2 * e + x % 2])
+                        new = new + [tl.fma(sums[len(new)], decay[x], product)]
     return new
 
 
@@ -455,7 +495,7 @@ def decode(
     kept = load_kept(p_bits + first * TILE, live, TILE)
     own_columns = []
     for x in tl.static_range(NX):
-        own_columns = own_columns + [tl.minimum(NX * t + x, columns - 1)]
+        own_columns = own_columns + [tl.minimum(lane_column(t, x, NX), columns - 1)]
     means = [tl.zeros([32], tl.float32)] * NX
     if L.centered:
         p_mean = p_means + i_bh.to(tl.int64) * capacity * columns
@@ -556,7 +596,7 @@ def decode(
 
     row = (i_h.to(tl.int64) * slots + slot) * columns
     for x in tl.static_range(NX):
-        column = NX * t + x
+        column = lane_column(t, x, NX)
         inside = column < columns
         factor = power_of_two(unit[x] - highest[x])
         if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels

@@ -19,7 +19,8 @@ def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, T
     Args:
         slots: at least as many as rows.
         TILES: tiles of a page; LEAST: tiles that a split should have.
-        BATCH: a power of two of at least `batch`.
+        BATCH: a power of two of at least `batch`, 1 or at least 32: of a sum over a warp, the compiler knows that all lanes
+            have the same.
 
     Returns:
         For each row, int32 [BATCH]: the first tile that holds a token, and how many splits the row has. And the tiles of
