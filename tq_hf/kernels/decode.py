@@ -466,6 +466,8 @@ def decode(
     starts, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, L.page_bits, TILES, LEAST, BATCH)
     i_b, start, i_s, n_s = slot_of(starts, splits, slot, BATCH)
     if i_b >= batch:
+        if DEPENDENT:  # if no program has anything to do, the next kernel still depends on the ones before
+            gdc_wait()
         return
     i_bh = i_b * heads + i_h
     first = start + i_s
