@@ -22,8 +22,8 @@ _LOW3 = 0x77777777
 _LOW2 = 0x33333333
 
 _CODE_TYPES = {2: torch.uint8, 3: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
-# Neighbours along a head in the order in which unpacking has them: a key's 8 codes, a value's 2 dimensions of a token.
-_NEIGHBOURS = {RunOrder.KEYS: torch.int64, RunOrder.VALUES: torch.int16}
+# Codes of a chunk and lane that stay neighbours when they are unpacked: 8 of a key, 4 of a value.
+_NEIGHBOURS = {RunOrder.KEYS: torch.int64, RunOrder.VALUES: torch.int32}
 
 
 def pack_codes(codes: Tensor, bits: int, order: RunOrder) -> Tensor:
@@ -56,19 +56,18 @@ def unpack_codes(words: Tensor, bits: int, order: RunOrder) -> Tensor:
     lane_words = _collect(words.reshape(-1, bits * dim))
     if bits <= 4:
         nibbles = _split_runs(lane_words.unflatten(2, (chunks, bits)), bits)
-        pairs = nibbles.unsqueeze(-1).view(torch.uint8)  # [n, lane, chunk, run, 4]
-        if order is RunOrder.VALUES:  # byte 2e + a // 2 holds two tokens' codes: dimensions go innermost
-            pairs = pairs.unflatten(-1, (2, 2)).mT
-            runs = torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3)
+        if order is RunOrder.KEYS:
+            pairs = nibbles.unsqueeze(-1).view(torch.uint8)  # [n, lane, chunk, run, 4]
+            codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
         else:
-            runs = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+            codes = _token_words(nibbles).unsqueeze(-1).view(torch.uint8)  # [n, lane, chunk, 8 tokens, 4 dimensions]
     else:
         if bits == 8:
             lane_words = _swap_middle_bytes(lane_words)
-        runs = lane_words.view(_CODE_TYPES[bits]).unflatten(2, (chunks, RUNS, RUN_CODES))
-        if order is RunOrder.VALUES:
-            runs = runs.unflatten(-1, (2, 4)).mT.flatten(-2)
-    return _from_runs(runs, order).reshape(*lead, GROUP_TOKENS, dim)
+        codes = lane_words.view(_CODE_TYPES[bits]).unflatten(2, (chunks, RUNS, RUN_CODES))
+        if order is RunOrder.VALUES:  # [..., (p, h), (e, a)] to [..., (h, a), (p, e)]
+            codes = codes.unflatten(4, (2, 4)).unflatten(3, (2, 2)).permute(0, 1, 2, 4, 6, 3, 5).flatten(5).flatten(3, 4)
+    return _from_lanes(codes, order).reshape(*lead, GROUP_TOKENS, dim)
 
 
 def pack_metadata(fields: Sequence[Tensor]) -> Tensor:
@@ -105,18 +104,30 @@ def _to_runs(codes: Tensor, order: RunOrder) -> Tensor:
     return runs.flatten(1, 2)
 
 
-def _from_runs(runs: Tensor, order: RunOrder) -> Tensor:
-    """Runs `[n, lane, chunk, run, 8]` to codes `[n, 32, D]`; a value's run comes in as (a, e), dimensions innermost."""
-    code_type = runs.dtype
+def _from_lanes(codes: Tensor, order: RunOrder) -> Tensor:
+    """Codes by lanes to `[n, 32, D]`: keys `[n, lane, chunk, run, 8]`, values `[n, lane, chunk, 8 tokens, 4]`."""
+    code_type = codes.dtype
     if code_type is torch.uint8:
-        runs = runs.view(_NEIGHBOURS[order])  # neighbours stay neighbours: move them as one element
-    runs = runs.unflatten(1, (8, 4))
+        codes = codes.contiguous().view(_NEIGHBOURS[order])  # neighbours stay neighbours: move them as one element
+    codes = codes.unflatten(1, (8, 4))
     if order is RunOrder.KEYS:  # [n, g, t, c, r, i]
-        codes = runs.permute(0, 4, 1, 2, 3, 5).contiguous().view(code_type).flatten(1, 2)
-    else:  # [n, g, t, c, p, h, a // 2, a % 2, e]
-        runs = runs.unflatten(5, (2, 2, -1)).unflatten(4, (2, 2))
-        codes = runs.permute(0, 5, 6, 2, 7, 1, 3, 4, 8).contiguous().view(code_type).flatten(1, 4)
+        codes = codes.permute(0, 4, 1, 2, 3, 5).contiguous().view(code_type).flatten(1, 2)
+    else:  # [n, g, t, c, h, a // 2, a % 2, (p, e)]
+        codes = codes.unflatten(4, (2, 2, 2)).permute(0, 4, 5, 2, 6, 1, 3, 7).contiguous().view(code_type).flatten(1, 4)
     return codes.flatten(2)
+
+
+def _token_words(nibbles: Tensor) -> Tensor:
+    """Nibble words of values `[..., (p, h)]` to words whose bytes are a token's codes of the dimensions (p, e):
+    `[..., (h, a)]`."""
+    first, second = nibbles.unflatten(-1, (2, 2)).unbind(-2)  # a byte holds the codes of two tokens a, the next one those 8 on
+    pairs = [_even_bytes(first >> s) | (_even_bytes(second >> s) << 16) for s in (0, 8)]
+    return torch.stack([(word >> s) & 0x0F0F0F0F for word in pairs for s in (0, 4)], -1).flatten(-2)
+
+
+def _even_bytes(words: Tensor) -> Tensor:
+    """Bytes 0 and 2 side by side."""
+    return (words & 0xFF) | ((words >> 8) & 0xFF00)
 
 
 def _place(lane_words: Tensor) -> Tensor:
