@@ -120,7 +120,8 @@ def _from_lanes(codes: Tensor, order: RunOrder) -> Tensor:
 def _token_words(nibbles: Tensor) -> Tensor:
     """Nibble words of values `[..., (p, h)]` to words whose bytes are a token's codes of the dimensions (p, e):
     `[..., (h, a)]`."""
-    first, second = nibbles.unflatten(-1, (2, 2)).unbind(-2)  # a byte holds the codes of two tokens a, the next one those 8 on
+    first, second = nibbles.unflatten(-1, (2, 2)).unbind(-2)
+    # A byte holds the codes of two neighbouring tokens, the byte above it those of the tokens 8 further on.
     pairs = [_even_bytes(first >> s) | (_even_bytes(second >> s) << 16) for s in (0, 8)]
     return torch.stack([(word >> s) & 0x0F0F0F0F for word in pairs for s in (0, 4)], -1).flatten(-2)
 

@@ -1,0 +1,127 @@
+"""What the decode kernel loads of a tile of packed tokens, and codes as int8.
+
+Lists of blocks [32], a register each, as in `dequant.py`; there codes become 16-bit numbers, here bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dequant import chunk_runs, split_last4
+from .warp import lane_of_four, permute_bytes
+
+
+@triton.jit
+def load_lane_words(p_codes, COUNT: tl.constexpr):
+    """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`)."""
+    lane = tl.arange(0, 32)
+    REST: tl.constexpr = COUNT % 4
+    p = p_codes + (4 * lane[:, None] + tl.arange(0, 4)[None, :])
+    blocks = []
+    for quad in tl.static_range(COUNT // 4):
+        blocks = blocks + [tl.load(p + 128 * quad)]
+    if REST == 2:
+        p = p_codes + (2 * lane[:, None] + tl.arange(0, 2)[None, :])
+        blocks = blocks + [tl.load(p + 32 * (COUNT - 2))]
+    else:
+        for i in tl.static_range(REST):
+            blocks = blocks + [tl.load(p_codes + REST * lane + (32 * (COUNT - REST) + i))]
+    return blocks
+
+
+@triton.jit
+def lane_words(blocks, COUNT: tl.constexpr):
+    """The blocks of `load_lane_words` as a list of words."""
+    words = []
+    for i in tl.static_range(COUNT // 4):
+        words = words + split_last4(blocks[i])
+    if COUNT % 4 == 2:
+        x0, x1 = tl.split(blocks[COUNT // 4])
+        words = words + [x0, x1]
+    else:
+        words = words + blocks[COUNT // 4 :]
+    return words
+
+
+@triton.jit
+def load_codes(p_codes, GROUP_WORDS: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """`load_lane_words` for each group of a tile."""
+    blocks = []
+    for u in tl.static_range(TILE):
+        blocks = blocks + load_lane_words(p_codes + u * GROUP_WORDS, COUNT)
+    return blocks
+
+
+@triton.jit
+def part(values, u: tl.constexpr, TILE: tl.constexpr):
+    """What belongs to group u in a list of a tile's."""
+    SIZE: tl.constexpr = len(values) // TILE
+    return values[u * SIZE : (u + 1) * SIZE]
+
+
+@triton.jit
+def load_fields(p_metadata, live, GROUP_WORDS: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr):
+    """The metadata of each group, every word in one lane of those that need it; zeros unless `live`."""
+    lane = tl.arange(0, 32)
+    words = []
+    for u in tl.static_range(TILE):
+        p = p_metadata + u * GROUP_WORDS
+        if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
+            words = words + [tl.load(p + lane, mask=live, other=0)]
+        if FIELDS % 2 == 1:
+            words = words + [tl.load(p + (16 * FIELDS - 16) + (lane // 4 * 2 + lane % 2), mask=live, other=0)]
+    return words
+
+
+@triton.jit
+def load_kept(p_bits, live, TILE: tl.constexpr):
+    """A word for each group with a bit for each token that counts."""
+    words = []
+    for u in tl.static_range(TILE):
+        words = words + [tl.load(p_bits + u, mask=live, other=0)]
+    return words
+
+
+@triton.jit
+def load_means(p_means, live, own_columns, NX: tl.constexpr):
+    """The scores of a page's mean key for the columns of a lane."""
+    scores = []
+    for x in tl.static_range(NX):
+        scores = scores + [tl.load(p_means + own_columns[x], mask=live, other=0.0)]
+    return scores
+
+
+@triton.jit
+def field_words(words, FIELD: tl.constexpr, FIELDS: tl.constexpr):
+    """A field of a lane's four tokens 8r + g: two words of two fp16."""
+    if FIELDS == 1 or FIELD == 2:
+        return [lane_of_four(words[len(words) - 1], 0), lane_of_four(words[len(words) - 1], 1)]
+    else:
+        return [lane_of_four(words[0], 2 * FIELD), lane_of_four(words[0], 2 * FIELD + 1)]
+
+
+@triton.jit
+def to_int8(run, table, BITS: tl.constexpr):
+    """Eight codes to eight int8 in two words."""
+    if BITS == 4:
+        codes = run & 0x77777777
+        # The sign bits stand at the tops of the bytes, those of the second half four bits lower; -1 - m is ~m.
+        lower = run << 4
+        return [
+            permute_bytes(table[0], table[1], codes) ^ permute_bytes(run, run, 0xBA98),
+            permute_bytes(table[0], table[1], codes >> 16) ^ permute_bytes(lower, lower, 0xBA98),
+        ]
+    else:
+        codes = run & (0x77777777 if BITS == 3 else 0x33333333)
+        return [permute_bytes(table[0], table[1], codes), permute_bytes(table[0], table[1], codes >> 16)]
+
+
+@triton.jit
+def chunk_int8(words, c: tl.constexpr, table, BITS: tl.constexpr):
+    """Chunk c as eight words: first and second half of each of its four runs."""
+    runs = chunk_runs(words, c, BITS)
+    halves = []
+    for r in tl.static_range(4):
+        halves = halves + to_int8(runs[r], table, BITS)
+    return halves
