@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .lanes import block_dim, row_pointers
-from .launch import launch
+from .launch import cdiv, launch
 
 
 @triton.jit(do_not_specialize=["n", "tail", "window", "sinks"])
@@ -76,7 +76,7 @@ def launch_append_tokens(
     tail = min(n, recent_window + page_size)
     rows = 8 if tail + sinks <= 8 else 16
     launch(
-        append_tokens, (triton.cdiv(tail + sinks, rows), heads, batch), {"num_warps": 4},
+        append_tokens, (cdiv(tail + sinks, rows), heads, batch), {"num_warps": 4},
         (key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
          n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3]),
         PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from .combine import combine
 from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
-from .launch import launch
+from .launch import cdiv, launch, power_of_two
 from .packed import attend_packed
 from .plan import plan
 
@@ -155,13 +154,13 @@ def _attend(
         even_splits = _packed_splits(rows, columns, page, max_entries, device)
         slots = batch * even_splits
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
-    blocks = triton.cdiv(sinks, tokens) + triton.cdiv(slots_of_ring, tokens) + triton.cdiv(new, tokens)
+    blocks = cdiv(sinks, tokens) + cdiv(slots_of_ring, tokens) + cdiv(new, tokens)
     exact_splits = max(
-        1, min(4 * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, exact_block)), blocks)
+        1, min(4 * _properties(device).multi_processor_count // (rows * cdiv(columns, exact_block)), blocks)
     )
     results = (heads * slots + rows * exact_splits) * columns
     sizes = (results * page.value_dim_padded, results * 2, rows * columns)
-    floats = [triton.cdiv(size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
+    floats = [cdiv(size, 4) * 4 for size in sizes]  # whole 16 bytes: all pointers stay aligned
     workspace = torch.empty(sum(floats), dtype=torch.float32, device=device)
     p_output, p_stats, p_factor = workspace.split(floats)
     p_rotated = p_plain = p_signs = p_kept = p_means = None
@@ -178,22 +177,22 @@ def _attend(
             p_plain = torch.empty(shape, dtype=torch.float16, device=device)
 
     mask_strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
-    key_block = triton.next_power_of_2(page.key_dim_padded)
-    value_block = triton.next_power_of_2(page.value_dim_padded)
+    key_block = power_of_two(page.key_dim_padded)
+    value_block = power_of_two(page.value_dim_padded)
     # From here on each kernel may start before the one ahead of it has finished.
     overlap = fast and _properties(device).major >= 9
     early = {"launch_pdl": True} if overlap else {}
     if fast:
         entries_at_once = PLAN_NUMBERS // key_block
         launch(
-            plan, (rows, triton.cdiv(max_entries, entries_at_once)), {"num_warps": 4},
+            plan, (rows, cdiv(max_entries, entries_at_once)), {"num_warps": 4},
             (query, pool, page_ids, entries, row_start, counters, mask, p_kept, p_means, heads, columns, group, sinks,
              page_ids.stride(0), max_entries, *query.stride()[:3], mask_strides[0], mask_strides[2], scaling, softcap),
             DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
             AWAITED=overlap,
         )  # fmt: skip
     launch(
-        attend_exact, (rows, exact_splits + packed, triton.cdiv(columns, exact_block)), {"num_warps": warps, **early},
+        attend_exact, (rows, exact_splits + packed, cdiv(columns, exact_block)), {"num_warps": warps, **early},
         (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
          p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, heads, columns, group, new, slots_of_ring, sinks,
          exact_splits, heads * slots, query_offset, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
@@ -205,7 +204,7 @@ def _attend(
     rotates = packed and page.rotates_values
     rotated = rotates and not (fast and value_block == page.value_dim_padded)  # what the combination has to rotate back
     softcap_exponent = None if softcap is None else softcap * 1.4426950408889634
-    batch_block = 1 if batch == 1 else max(LANES, triton.next_power_of_2(batch))
+    batch_block = 1 if batch == 1 else max(LANES, power_of_two(batch))
     sharing = {"LEAST": max(1, DECODE_GROUPS // tile), "BATCH": batch_block}
     if fast:
         assert p_rotated is not None
@@ -219,7 +218,7 @@ def _attend(
         )  # fmt: skip
     elif packed:
         launch(
-            attend_packed, (rows, even_splits, triton.cdiv(columns, block)), {"num_warps": 1},
+            attend_packed, (rows, even_splits, cdiv(columns, block)), {"num_warps": 1},
             (p_rotated, p_plain, p_factor, pool, level_tables(page, device), page_ids, entries, row_start, counters, mask,
              p_output, p_stats, heads, columns, page_ids.stride(0), sinks, group, query_offset, *mask_strides,
              softcap_exponent),
@@ -229,7 +228,7 @@ def _attend(
         )  # fmt: skip
     column_tile, split_tile, step = _combine_tile(rows, columns, value_block, rotated, device)
     launch(
-        combine, (rows, triton.cdiv(columns, column_tile), triton.cdiv(page.value_dim, step)),
+        combine, (rows, cdiv(columns, column_tile), cdiv(page.value_dim, step)),
         {"num_warps": 8 if rotated or column_tile > 1 else 4, **early},
         (p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, row_start, counters, out,
          batch, heads, columns, group, slots, even_splits, exact_splits, out.stride(0), out.stride(1)),
@@ -291,7 +290,7 @@ def _decode_tile(
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)
     wave = REGISTERS // (32 * registers) * processors
-    most = batch * triton.cdiv(groups, max(tile, DECODE_GROUPS)) + batch
+    most = batch * cdiv(groups, max(tile, DECODE_GROUPS)) + batch
     return tile, registers, max(batch, min(wave // heads, most))
 
 
@@ -309,7 +308,7 @@ def _packed_splits(rows: int, columns: int, page: PageLayout, max_entries: int, 
         PROGRAMS_PER_SM_WIDE if wide else PROGRAMS_PER_SM[block],
         _properties(device).shared_memory_per_multiprocessor // shared_memory,
     )
-    wave = programs * _properties(device).multi_processor_count // (rows * triton.cdiv(columns, block))
+    wave = programs * _properties(device).multi_processor_count // (rows * cdiv(columns, block))
     return max(1, min(wave, max_entries * page.groups // MIN_GROUPS))
 
 
@@ -325,7 +324,7 @@ def _buffers(page: PageLayout) -> int:
 
 def _exact_tile(columns: int, page: PageLayout, dtype: torch.dtype) -> tuple[int, int, int]:
     """Columns, tokens and warps of a program of the exact kernel."""
-    vector = triton.next_power_of_2(max(page.key_dim_padded, page.value_dim_padded)) * dtype.itemsize
+    vector = power_of_two(max(page.key_dim_padded, page.value_dim_padded)) * dtype.itemsize
     most = 64 if dtype.itemsize == 2 else 32 if vector <= 512 else 16
     rows = 16 if columns <= 16 else most
     return (rows, 64, 4) if vector <= 256 else (rows, 32, 8)
@@ -365,7 +364,7 @@ def prepare_tables(page: PageLayout, device: torch.device) -> None:
 @lru_cache(maxsize=None)
 def _signs(dim_padded: int, device: torch.device) -> Tensor:
     """The rotation as bf16 [block, block] of +-1 (exact), zero beyond `dim_padded`; a row is a rotated coordinate."""
-    block = triton.next_power_of_2(dim_padded)
+    block = power_of_two(dim_padded)
     table = torch.zeros(block, block, dtype=torch.bfloat16, device="cpu")
     table[:dim_padded, :dim_padded] = hadamard_signs(dim_padded).to(torch.bfloat16)
     return table.to(device)

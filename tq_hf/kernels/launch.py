@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 _compiled: dict[Any, Any] = {}
 
 
@@ -32,8 +30,20 @@ def launch(
 def _traits(argument: Any) -> Any:
     """All that Triton specializes a kernel on, or more: the device, type and alignment of tensors, the divisibility and
     width of integers."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.device.index, argument.data_ptr() & 15
-    if type(argument) is int:
+    kind = type(argument)
+    if kind is int:
         return argument == 1, argument & 15 == 0, argument >> 31
-    return type(argument)
+    if kind is float or argument is None:
+        return kind
+    return argument.dtype, argument.device.index, argument.data_ptr() & 15
+
+
+# Triton has these as functions that kernels can call as well, which takes them microseconds.
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
