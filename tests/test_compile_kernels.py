@@ -1,63 +1,92 @@
-"""The decode kernel compiled for GPUs that this machine need not have: it must fit their registers."""
+"""The kernels of a decode step, compiled as `attend` would launch them on GPUs that this machine need not have."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-POINTERS = {
-    "p_query": "*i32", "p_factor": "*fp32", "p_pool": "*i32", "p_tables": "*i32", "p_page_ids": "*i32",
-    "p_row_start": "*i32", "p_counters": "*i32", "p_kept": "*i32", "p_means": "*fp32", "p_output": "*fp32",
-    "p_stats": "*fp32",
-}  # fmt: skip
+TYPES = {torch.int16: "i16", torch.int32: "i32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# Of an H200 and, with fewer and smaller multiprocessors, most others: what decides how work is split.
+PROCESSORS = {80: 108, 90: 132}
 
 
-def resources(preset: str, dim: int, columns: int, tile: int, architecture: int, folder: Path) -> tuple[int, int]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, columns: int, batch: int, entries: int
+) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
+    """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
+    attend_module = importlib.import_module("tq_hf.kernels.attend")
+    found = {}
+
+    def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
+        assert all(size >= 1 for size in grid)
+        found[kernel.fn.__name__] = kernel, options, arguments, constants
+
+    properties = SimpleNamespace(
+        major=architecture // 10, multi_processor_count=PROCESSORS[architecture], shared_memory_per_multiprocessor=1 << 17
+    )
+    monkeypatch.setattr(attend_module, "launch", record)
+    monkeypatch.setattr(attend_module, "_properties", lambda device: properties)
+    config = TurboQuantConfig.from_preset(preset)
+    layout = config.layout(dim, dim, torch.bfloat16)
+
+    def vectors(*shape: int) -> Tensor:
+        return torch.empty(*shape, dim, dtype=torch.bfloat16)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    heads, slots, sinks = 2, config.recent_window + config.page_size, config.sink_tokens
+    new = vectors(batch, heads, 1)
+    rings = [vectors(batch, heads, slots) for _ in range(2)] + [vectors(batch, heads, sinks) for _ in range(2)]
+    table = [numbers(batch, entries), numbers(entries, 2), numbers(batch), numbers(3)]
+    attend_module.attend(
+        vectors(batch, heads * columns, 1), new, new, numbers(4, heads, layout.page_words), *rings, *table, None, None,
+        layout.name, dim**-0.5, 0.0, True, entries,
+    )  # fmt: skip
+    return found
+
+
+def resources(
+    launch: tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]], architecture: int, folder: Path
+) -> tuple[int, int]:
     """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tq_hf.kernels.attend import decode_registers, lane_columns
-    from tq_hf.kernels.decode import decode
-    from tq_hf.kernels.dequant import page_spec
-
-    layout = TurboQuantConfig.from_preset(preset).layout(dim, dim, torch.bfloat16)
-    constants = {
-        "softcap": None,
-        "L": page_spec(layout),
-        "NX": lane_columns(columns),
-        "TILE": tile,
-        "LEAST": 1,
-        "BATCH": 32,
-        "ROTATE_BACK": layout.rotates_values and dim & (dim - 1) == 0,
-        "DEPENDENT": architecture >= 90,
-    }
-    if not layout.center_keys:
-        constants["p_means"] = None
-    names = decode.arg_names
-    floats = dict.fromkeys(("key_step", "value_step"), "fp32")
-    signature = {name: "constexpr" if name in constants else (POINTERS | floats).get(name, "i32") for name in names}
-    source = ASTSource(
-        decode,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in POINTERS},
-    )
-    options = {"num_warps": 1, "maxnreg": decode_registers(layout, columns, tile)}
-    kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    assert kernel.metadata.shared == 0
+    kernel, options, arguments, constants = launch
+    names = kernel.arg_names
+    assert names[len(arguments) :] == list(constants)
+    values = dict(zip(names, arguments)) | constants
+    signature, fixed, aligned = {}, {}, {}
+    for i, (name, value) in enumerate(values.items()):
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        elif name in constants or value is None:
+            signature[name] = "constexpr"
+            fixed[(i,)] = value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if name.startswith("stride_") and value % 16 == 0:
+                aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, fixed, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
+    path.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
@@ -66,28 +95,64 @@ def resources(preset: str, dim: int, columns: int, tile: int, architecture: int,
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("preset", ["tq4", "4bit_nc"])
+def test_a_step_compiles(
+    monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path
+) -> None:
+    found = launches(monkeypatch, architecture, preset, 128, 4, 2, 100)
+    assert list(found) == ["plan", "attend_exact", "decode", "combine"]
+    # Each kernel but the first may start early, where GPUs can do that, and only there.
+    early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
+    assert early == (["attend_exact", "decode", "combine"] if architecture >= 90 else [])
+    for name in ("plan", "attend_exact", "combine"):
+        assert resources(found[name], architecture, tmp_path)[1] == 0, name
+
+
 @pytest.mark.parametrize(
-    ("preset", "dim", "columns", "tile"),
+    ("architecture", "preset", "dim", "columns", "entries", "tile"),
     [
-        ("tq4", 128, 4, 1),
-        ("tq4", 128, 4, 2),
-        ("tq2", 128, 4, 2),
-        ("4bit_nc", 128, 4, 1),
-        ("k8v4", 128, 4, 1),
-        ("tq3", 96, 1, 2),
-        ("tq4", 128, 8, 1),
-        ("tq4", 64, 8, 2),
-        ("tq4", 256, 4, 1),
+        (80, "tq4", 128, 4, 100, 1),
+        (80, "k8v4", 128, 4, 100, 1),
+        (90, "tq4", 128, 4, 100, 1),
+        (90, "tq4", 128, 4, 50_000, 2),
+        (90, "tq2", 128, 4, 100, 2),
+        (90, "4bit_nc", 128, 4, 100, 1),
+        (90, "k8v4", 128, 4, 100, 1),
+        (90, "tq3", 96, 1, 100, 2),
+        (90, "tq4", 128, 8, 100, 1),
+        (90, "tq4", 64, 8, 100, 2),
+        (90, "tq4", 256, 4, 100, 1),
     ],
 )
 def test_decode_spills_nothing(
-    preset: str, dim: int, columns: int, tile: int, architecture: int, tmp_path: Path
-) -> None:
-    registers, stack = resources(preset, dim, columns, tile, architecture, tmp_path)
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, columns: int, entries: int, tile: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    decode = launches(monkeypatch, architecture, preset, dim, columns, 2, entries)["decode"]
+    assert decode[3]["TILE"] == tile
+    registers, stack = resources(decode, architecture, tmp_path)
     assert registers <= 168 and stack == 0
 
 
 @pytest.mark.parametrize(("dim", "columns", "most"), [(256, 8, 80), (128, 16, 160)])
-def test_the_widest_decode_spills_little(dim: int, columns: int, most: int, tmp_path: Path) -> None:
-    _, stack = resources("tq4", dim, columns, 1, 90, tmp_path)
-    assert stack <= most
+def test_the_widest_decode_spills_little(
+    monkeypatch: pytest.MonkeyPatch, dim: int, columns: int, most: int, tmp_path: Path
+) -> None:
+    decode = launches(monkeypatch, 90, "tq4", dim, columns, 1, 100)["decode"]
+    assert resources(decode, 90, tmp_path)[1] <= most
+
+
+@pytest.mark.parametrize(
+    ("preset", "dim", "columns", "kernel"),
+    [
+        ("tq4", 128, 17, "attend_packed"),
+        ("tq4", 256, 9, "attend_packed"),
+        ("raw", 64, 1, "attend_packed"),
+        ("tq4", 128, 16, "decode"),
+    ],
+)
+def test_which_kernel_takes_what(
+    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, kernel: str
+) -> None:
+    found = launches(monkeypatch, 90, preset, dim, columns, 1, 10)
+    assert ("decode" in found, "attend_packed" in found) == (kernel == "decode", kernel == "attend_packed")
