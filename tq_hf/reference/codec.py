@@ -26,8 +26,9 @@ FP8_MAX = 448.0
 class PageContent:
     """Tokens as factors, the form in which attention takes them. All fp32.
 
-    A key is `key_mean + key_scale * key` (the latter divided by its channels' balance), a value is `value_min + value_scale * value`; a factor that is None is left
-    out. Where the layout rotates, `key` and `value` are in rotated coordinates (`key_mean` never is).
+    A key is `key_mean + key_scale * key` (its last term divided by the balance of its channels), a value is `value_min +
+    value_scale * value`; a factor that is None is left out. Where the layout rotates, `key` and `value` are in rotated
+    coordinates (`key_mean` never is).
 
     Args:
         key, value: `[..., P, padded dim]`.
