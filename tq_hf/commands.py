@@ -66,11 +66,12 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def load(name: str | None, device: torch.device) -> Loaded:
-    """A model in bfloat16 (the dtype that the packed bytes are compared with) and its tokenizer.
+def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Loaded:
+    """A model and its tokenizer.
 
     Args:
         name: a folder of `save_pretrained` or a hub id; None: the embedded model.
+        dtype: the model's; bfloat16 is what packed bytes are compared with.
 
     Raises:
         RequestError: there is no such model, or it cannot be loaded.
@@ -88,7 +89,7 @@ def load(name: str | None, device: torch.device) -> Loaded:
     try:
         AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
         raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
