@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs a process with T
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 TOLERANCE = 2e-3
-STATE = ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters")
+STATE = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters balance".split()
 
 if INTERPRETED:
     import triton.runtime.interpreter as interpreter
@@ -78,7 +79,7 @@ class Case:
         return "-".join(f"{k}={v}" for k, v in changed.items()).replace(" ", "") or "default"
 
 
-def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[str, Tensor]]:
+def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[str, Any]]:
     """Query, key and value, and the state after committing the history in two calls. Unused memory holds NaN."""
     config = TurboQuantConfig.from_preset(case.preset, **dict(case.options))
     value_dim = case.value_dim or case.dim
@@ -108,6 +109,7 @@ def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[
         "entries": torch.stack([starts, torch.full_like(starts, page)], 1).int(),
         "row_start": row_start.int(),
         "counters": torch.tensor([0, sinks, 0], dtype=torch.int32, device=device),
+        "balance": normal(rows, heads, case.dim).exp() if config.balance_keys else None,
     }
     total = case.length + (case.queries if case.new < 0 else case.new)
     key = ((normal(rows, heads, total, case.dim) + normal(1, heads, 1, case.dim)) * case.key_size).to(case.dtype)

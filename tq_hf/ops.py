@@ -1,4 +1,4 @@
-"""The three operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
+"""The operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
 
 A layer's state is a set of flat tensors, so that the ops can be traced by `torch.compile`. With B rows, H KV heads,
 S sink tokens, a ring of R = recent window + page slots and a block table of E entries:
@@ -12,6 +12,8 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
 | row_start | int32 [B] | position of each row's first token that is not padding |
 | counters | int32 [3] | tokens committed, first position not in a page, entries in use |
+| balance | fp32 [B, H, D] or None | factors of the key channels (`conditioning.py`); 0 for rows without a page |
+| query_energy | fp32 [B, H, D] | what the factors are made from |
 | flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together. Counters live on
@@ -33,7 +35,7 @@ from .layout import PageLayout
 
 _STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
 _TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
-_READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, "
+_READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, Tensor? balance, "
 _WRITE = _STATE.format(p="(a!)", r="(b!)", s="(c!)").replace("(b!) ring_value", "(d!) ring_value").replace(
     "(c!) sink_value", "(e!) sink_value"
 )
@@ -44,8 +46,12 @@ _library.define(
     " float softcap, bool causal, SymInt max_entries) -> Tensor"
 )
 _library.define(
-    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor(g!) flags, Tensor? keep, str layout,"
+    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep, str layout,"
     " int recent_window, SymInt max_due) -> ()"
+)
+_library.define(
+    "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"
+    " Tensor(b!) query_energy, Tensor? keep, int page_size, int sinks, int recent_window) -> ()"
 )
 _library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
 
@@ -55,7 +61,7 @@ def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
-def _commit_fake(*_: object) -> None:
+def _no_result(*_: object) -> None:
     return None
 
 
@@ -69,6 +75,7 @@ def _gather_fake(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     layout: str,
     length: int,
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +97,8 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 for _name, _reference, _fake in (
     ("attend", reference.attend, _attend_fake),
-    ("commit", reference.commit, _commit_fake),
+    ("observe", reference.observe, _no_result),
+    ("commit", reference.commit, _no_result),
     ("gather", reference.gather, _gather_fake),
 ):
     _library.impl(_name, _reference, "CPU")
@@ -98,6 +106,7 @@ for _name, _reference, _fake in (
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = torch.ops.tq_hf.attend
+observe = torch.ops.tq_hf.observe
 commit = torch.ops.tq_hf.commit
 gather = torch.ops.tq_hf.gather
 
@@ -184,6 +193,7 @@ def attend_exact(
         zeros(1, 2),
         zeros(batch),
         zeros(3),
+        None,
         mask,
         aux_sinks,
         layout.name,
