@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tq_hf.conditioning import balance_factors
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import MIN_HEAD_DIM, PageLayout, padded_dim
 from tq_hf.reference.codec import decode_page, encode_page
@@ -41,23 +42,19 @@ class Conditioning:
     value_order: Tensor
 
 
-def condition(query_square: Tensor, key: Tensor, value: Tensor, balanced: bool) -> Conditioning:
-    """Channel statistics of a prompt.
+def condition(query_energy: Tensor, key: Tensor, value: Tensor, balanced: bool) -> Conditioning:
+    """Channel statistics of a sequence's first tokens.
 
     Args:
-        query_square: fp32 [B, H, D], the mean square of the queries that read a KV head.
+        query_energy: fp32 [B, H, D], the sum of squares of the queries that read a KV head.
         key, value: [B, H, n, D / Dv].
-        balanced: whether keys are balanced: each channel is multiplied by (E[q^2] / var k)^(1/4), so that errors weigh
-            alike in all channels of the scores.
+        balanced: whether keys are balanced (`tq_hf.conditioning`).
     """
-    key_var, value_var = (x.float().var(2, correction=0) for x in (key, value))
-    balance = None
-    if balanced:
-        floor = 0.05 * key_var.mean(-1, keepdim=True)
-        balance = ((query_square + 1e-6) / (key_var + floor)).pow(0.25)[:, :, None, None]
-    energy = query_square * key_var
-    order = [x.argsort(-1, descending=True)[:, :, None, None] for x in (energy, value_var)]
-    return Conditioning(balance, *order)
+    key_spread, value_spread = (x.float().var(2, correction=0) * x.shape[2] for x in (key, value))
+    balance = balance_factors(query_energy, key_spread)[:, :, None, None] if balanced else None
+    importance = query_energy * key_spread
+    key_order, value_order = (x.argsort(-1, descending=True)[:, :, None, None] for x in (importance, value_spread))
+    return Conditioning(balance, key_order, value_order)
 
 
 def pages_as_read(

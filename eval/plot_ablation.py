@@ -37,7 +37,9 @@ def draw(models: Sequence[ModelResults], path: Path) -> None:
         _draw_panel(panel, results)
     axes[0][0].set_ylabel("KL(exact ‖ packed), nats")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels) if len(models) > 1 else 1, frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels) if len(models) > 1 else 1, frameon=False
+    )
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 

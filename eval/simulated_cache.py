@@ -26,8 +26,8 @@ ATTENTION_NAME = "turboquant_simulated"
 class SimulatedLayer(DynamicLayer):
     """A full-attention layer whose older pages hold their quantize-dequantize image.
 
-    Channel statistics come from the queries and keys before the first page; attention must be `ATTENTION_NAME`, which
-    shows the layer its queries.
+    Channel statistics are those of `TurboQuantCache`: the tokens of the first page and of the recent window behind it.
+    Attention must be `ATTENTION_NAME`, which shows the layer its queries.
     """
 
     def __init__(self, config: TurboQuantConfig, split: Split) -> None:
@@ -35,8 +35,7 @@ class SimulatedLayer(DynamicLayer):
         self.config = config
         self.split = split
         self.packed_end = config.sink_tokens
-        self.query_square: Tensor | None = None  # [B, H, D], a sum over `queries_seen` queries
-        self.queries_seen = 0
+        self.query_energy: Tensor | None = None  # fp32 [B, H, D]
         self.known: Conditioning | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -46,13 +45,19 @@ class SimulatedLayer(DynamicLayer):
         keys.simulated_layer = weakref.ref(self)
         return keys, values
 
+    @property
+    def first_tokens(self) -> slice:
+        """The positions that channel statistics are taken of."""
+        sinks = self.config.sink_tokens
+        return slice(sinks, sinks + self.config.page_size + self.config.recent_window)
+
     def observe(self, query: Tensor) -> None:
-        """Take queries [B, Hq, n, D] into the statistics, until they are needed."""
+        """Take the newest tokens' queries, [B, Hq, n, D], into the statistics, as far as they belong there."""
         if self.known is None:
-            heads = self.keys.shape[1]
-            square = query.float().square().sum(2).unflatten(1, (heads, -1)).sum(2)
-            self.query_square = square if self.query_square is None else self.query_square + square
-            self.queries_seen += query.shape[2] * query.shape[1] // heads
+            start, counted = self.keys.shape[2] - query.shape[2], self.first_tokens
+            query = query[:, :, max(0, counted.start - start) : max(0, counted.stop - start)]
+            energy = query.float().square().sum(2).unflatten(1, (self.keys.shape[1], -1)).sum(2)
+            self.query_energy = energy if self.query_energy is None else self.query_energy + energy
 
     def settle(self) -> None:
         """Overwrite the pages that are due by now."""
@@ -63,12 +68,12 @@ class SimulatedLayer(DynamicLayer):
         if not due:
             return
         if self.known is None:
-            if self.query_square is None:
+            if self.query_energy is None:
                 raise RuntimeError(
                     f"a simulated layer has seen no queries: use attn_implementation={ATTENTION_NAME!r}."
                 )
-            mean_square = self.query_square / self.queries_seen
-            self.known = condition(mean_square, self.keys, self.values, getattr(self.config, "balance_keys", False))
+            key, value = self.keys[:, :, self.first_tokens], self.values[:, :, self.first_tokens]
+            self.known = condition(self.query_energy, key, value, self.config.balance_keys)
         end = self.packed_end + due * size
         key, value = self.keys[:, :, self.packed_end : end], self.values[:, :, self.packed_end : end]
         in_pages = key.unflatten(2, (due, size)), value.unflatten(2, (due, size))
