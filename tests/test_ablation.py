@@ -49,25 +49,28 @@ def test_lockstep_scores_are_those_of_single_tokens(sharp_model: Any, name: str)
     chunks = text_chunks(LENGTH, setting.config)
     found, again = score_texts(sharp_model, ids, DynamicCache(config=sharp_model.config), caches, chunks)
     torch.testing.assert_close(vars(again), vars(found), rtol=0, atol=0, equal_nan=True)
-    single, exact = setting.new_cache(sharp_model.config), DynamicCache(config=sharp_model.config)
-    with torch.no_grad():
-        for i in range(LENGTH):
-            packed = single.report().packed_tokens
-            p, q = (
-                F.log_softmax(sharp_model(ids[:, i : i + 1], **{argument: cache}).logits[:, 0].float(), -1)
-                for cache in (exact, single)
-            )
-            assert (packed > 0) == (i >= first)  # what counts reads packed pages, and all of that counts
-            if not packed:
-                continue
-            torch.testing.assert_close(found.kl[:, i - first], (p.exp() * (p - q)).sum(-1), rtol=5e-3, atol=2e-5)
-            if i + 1 < LENGTH:
-                nll = -q.gather(-1, ids[:, i + 1 : i + 2])[:, 0]
-                torch.testing.assert_close(found.nll_packed[:, i - first], nll, rtol=1e-3, atol=1e-3)
-                nll = -p.gather(-1, ids[:, i + 1 : i + 2])[:, 0]
-                torch.testing.assert_close(found.nll_exact[:, i - first], nll, rtol=1e-3, atol=1e-3)
     assert found.kl.shape == (ROWS, LENGTH - first)
     assert found.nll_packed[:, -1].isnan().all() and not found.nll_packed[:, :-1].isnan().any()
+
+    single, exact = setting.new_cache(sharp_model.config), DynamicCache(config=sharp_model.config)
+    log_p, log_q = [], []
+    with torch.no_grad():
+        for i in range(LENGTH):
+            assert (single.report().packed_tokens > 0) == (
+                i >= first
+            )  # what counts reads pages, and all of that counts
+            for cache, out in ((exact, log_p), (single, log_q)):
+                logits = sharp_model(ids[:, i : i + 1], **{argument: cache}).logits
+                out.append(F.log_softmax(logits.float(), -1))
+    p, q = (torch.cat(out, 1)[:, first:] for out in (log_p, log_q))
+    following = ids[:, first + 1 :, None]
+    for nll, single_log in ((found.nll_exact, p), (found.nll_packed, q)):
+        expected = -single_log[:, :-1].gather(-1, following)[..., 0]
+        torch.testing.assert_close(nll[:, :-1], expected, rtol=1e-2, atol=1e-2)
+    expected = (p.exp() * (p - q)).sum(-1)
+    # A rounding difference may carry a coordinate over a quantizer's boundary: rarely, and not far.
+    assert ((found.kl - expected).abs() > 0.05 * expected + 1e-4).float().mean() < 0.02
+    assert found.kl.mean().item() == pytest.approx(expected.mean().item(), rel=5e-3)
 
 
 def test_unpacked_states_give_no_distance(sharp_model: Any) -> None:
