@@ -14,6 +14,7 @@ import argparse
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,19 @@ def measure_batch(model: Any, ids: Tensor, batch: Sequence[Setting], bar: Any) -
     try:
         results = measure(model, ids, batch, bar.update)
     except Exception as error:  # whatever is wrong with one setting, the others are worth having
-        bar.update(done - bar.n)
-        gc.collect()
-        if len(batch) > 1:
-            return [result for setting in batch for result in measure_batch(model, ids, [setting], bar)]
-        bar.update(ids.numel())
-        return [{"error": f"{type(error).__name__}: {first_line(error)}"}]
-    seconds = (time.perf_counter() - began) / len(batch)
-    return [result | {"seconds": round(seconds, 2)} for result in results]
+        failure = f"{type(error).__name__}: {first_line(error)}"
+        if len(batch) == 1:
+            bar.write(traceback.format_exc(), file=sys.stderr)
+    else:
+        seconds = round((time.perf_counter() - began) / len(batch), 2)
+        return [result | {"seconds": seconds} for result in results]
+    # The error is gone by here, and with it the caches that its frames held.
+    gc.collect()
+    bar.update(done - bar.n)
+    if len(batch) > 1:
+        return [result for setting in batch for result in measure_batch(model, ids, [setting], bar)]
+    bar.update(ids.numel())
+    return [{"error": failure}]
 
 
 def measure_model(

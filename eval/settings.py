@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -19,7 +19,6 @@ PAPER = ("paper_mse", "paper_prod")
 ABLATED = ("tq3", "tq2")  # what single changes are made to
 GROUPS = ("presets", "keys", "values", "codebook", "window", "sinks", "page", "layers", "width", "split")
 OUR_EXACT = {"recent_window": 64, "sink_tokens": 4}
-FIELDS = {field.name for field in fields(TurboQuantConfig)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """The whole grid, without settings that need a preset or field which this version of `tq_hf` lacks."""
+    """The whole grid."""
     grid = [*_presets(), *_keys(), *_values(), *_exact_tokens(), *_widths(), *_splits()]
     assert len({setting.name for setting in grid}) == len(grid)
     return grid
@@ -62,7 +61,7 @@ def select(groups: Sequence[str], names: Sequence[str]) -> list[Setting]:
     """The settings of these groups ("all": every one), or those of these names.
 
     Raises:
-        ValueError: an unknown group or name, or one that this version of `tq_hf` lacks.
+        ValueError: an unknown group or name.
     """
     grid = all_settings()
     if names:
@@ -77,11 +76,9 @@ def select(groups: Sequence[str], names: Sequence[str]) -> list[Setting]:
     return [setting for setting in grid if set(setting.groups) & set(groups)]
 
 
-def _changed(base: str, name: str, group: str, reason: str, **changes: Any) -> list[Setting]:
-    """A preset with fields changed; nothing where the preset or a field is missing."""
-    if base not in PRESETS or not set(changes) <= FIELDS:
-        return []
-    return [Setting(name, (group,), reason, replace(PRESETS[base], **changes))]
+def _changed(base: str, name: str, group: str, reason: str, **changes: Any) -> Setting:
+    """A preset with fields changed."""
+    return Setting(name, (group,), reason, replace(PRESETS[base], **changes))
 
 
 def _presets() -> Iterable[Setting]:
@@ -100,9 +97,9 @@ def _presets() -> Iterable[Setting]:
             name, ("presets",), "as published: no window, no sinks, two exact layers at each end", PRESETS[name]
         )
         window = f"{name} + window, sinks"
-        yield from _changed(name, window, "presets", "published codes with our exact tokens", **OUR_EXACT)
+        yield _changed(name, window, "presets", "published codes with our exact tokens", **OUR_EXACT)
         bare = f"{name} + window, sinks, all layers"
-        yield from _changed(
+        yield _changed(
             name,
             bare,
             "presets",
@@ -117,21 +114,21 @@ def _presets() -> Iterable[Setting]:
 
 def _keys() -> Iterable[Setting]:
     for base in ABLATED:
-        yield from _changed(base, f"{base}, no page mean", "keys", "what centring is worth", center_keys=False)
-        yield from _changed(base, f"{base}, no balance", "keys", "what balancing channels is worth", balance_keys=False)
+        yield _changed(base, f"{base}, no page mean", "keys", "what centring is worth", center_keys=False)
+        yield _changed(base, f"{base}, no balance", "keys", "what balancing channels is worth", balance_keys=False)
         both = {"center_keys": False, "balance_keys": False}
-        yield from _changed(base, f"{base}, no page mean, no balance", "keys", "plain rotated keys", **both)
+        yield _changed(base, f"{base}, no page mean, no balance", "keys", "plain rotated keys", **both)
 
 
 def _values() -> Iterable[Setting]:
     for base in ("tq4", *ABLATED):
         changes = {"value_format": "min_max"}
-        yield from _changed(
+        yield _changed(
             base, f"{base}, min/max values", "values", "published values: a minimum and no rotation", **changes
         )
         for codebook in ("gaussian", "beta"):
             why = "what the 8-bit grid of levels costs"
-            yield from _changed(base, f"{base}, {codebook} codebook", "codebook", why, codebook=codebook)
+            yield _changed(base, f"{base}, {codebook} codebook", "codebook", why, codebook=codebook)
 
 
 def _exact_tokens() -> Iterable[Setting]:
@@ -144,13 +141,13 @@ def _exact_tokens() -> Iterable[Setting]:
     for base in ABLATED:
         for group, field, values, why in sweeps:
             for value in values:
-                yield from _changed(base, f"{base}, {field}={value}", group, why, **{field: value})
+                yield _changed(base, f"{base}, {field}={value}", group, why, **{field: value})
 
 
 def _widths() -> Iterable[Setting]:
     for keys, values in ((4, 3), (3, 4), (4, 2), (2, 3), (2, 4)):
         why = "where an extra bit helps more, in keys or in values"
-        yield from _changed("tq4", f"k{keys}v{values}", "width", why, key_bits=keys, value_bits=values)
+        yield _changed("tq4", f"k{keys}v{values}", "width", why, key_bits=keys, value_bits=values)
 
 
 def _splits() -> Iterable[Setting]:

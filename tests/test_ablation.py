@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from eval import ablation, results, settings, simulated_cache
 from eval.outlier_split import Split, bytes_per_token
 from eval.scoring import lockstep_batches, measure
 from eval.settings import Setting
-from eval.text import windows
+from eval.text import read_text, windows
 from tests import tiny_models
 from tests.tiny_models import prompt
 from tq_hf import PRESETS
@@ -315,6 +316,23 @@ def test_windows_start_with_bos_where_the_model_does(folder: Path) -> None:
     tokenizer.bos_token = None
     with pytest.raises(RequestError, match="no BOS"):
         windows(tokenizer, text, 50, 500, "always")
+
+
+def test_wikitext_comes_back_as_the_published_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = ModuleType("datasets")
+    data.load_dataset = lambda *name, split: {"text": ["", " = Title = \n", "", " A line . \n"]}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", data)
+    assert read_text(None) == " \n = Title = \n \n A line . \n"
+
+    def offline(*name: str, split: str) -> Any:
+        raise ConnectionError("no route to the hub\nafter 5 attempts")
+
+    data.load_dataset = offline  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match=r"could not be loaded: no route to the hub. Give --text FILE.$"):
+        read_text(None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RequestError, match="pip install -e"):
+        read_text(None)
 
 
 def test_the_plot_shows_what_was_measured(folder: Path) -> None:
