@@ -4,8 +4,9 @@
     scripts/ablation --out results --model some/folder --text wiki.test.raw --group presets
 
 Every position after the first page reads what decoding token by token would read, through the packed cache. Each model and
-window has a JSON file in --out, written after every setting: run the command again to go on where it stopped. A Markdown
-table of all of them stands beside; `python -m eval.plot_ablation DIR` draws them.
+window has a JSON file in --out, written after every setting: run the command again to go on where it stopped, or several at
+once with other groups, which spreads the compilation of kernels over processors. A Markdown table of all files stands
+beside; `python -m eval.plot_ablation DIR` draws them.
 """
 
 from __future__ import annotations

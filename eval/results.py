@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +67,28 @@ class ModelResults:
         return found is not None and "error" not in found and found["config"] == described(setting)
 
     def add(self, setting: Setting, result: dict[str, Any]) -> None:
-        """Keep a result, and write the file: an interrupted run loses nothing."""
+        """Keep a result, and write the file: an interrupted run loses nothing, nor do several that share the file."""
         facts = {"groups": list(setting.groups), "reason": setting.reason, "simulated": setting.split is not None}
-        self.settings[setting.name] = facts | {"config": described(setting)} | result
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps({"run": self.run, "settings": self.settings}, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self.path)
+        with _locked(self.path.parent):
+            if self.path.exists():
+                self.settings = self.read(self.path).settings
+            self.settings[setting.name] = facts | {"config": described(setting)} | result
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(
+                json.dumps({"run": self.run, "settings": self.settings}, indent=1) + "\n", encoding="utf-8"
+            )
+            os.replace(partial, self.path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes that write results out of a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def described(setting: Setting) -> dict[str, Any]:

@@ -76,37 +76,24 @@ def select(groups: Sequence[str], names: Sequence[str]) -> list[Setting]:
     return [setting for setting in grid if set(setting.groups) & set(groups)]
 
 
-def _changed(base: str, name: str, group: str, reason: str, **changes: Any) -> Setting:
+def _changed(base: str, name: str, group: str | tuple[str, ...], reason: str, **changes: Any) -> Setting:
     """A preset with fields changed."""
-    return Setting(name, (group,), reason, replace(PRESETS[base], **changes))
+    return Setting(name, (group,) if isinstance(group, str) else group, reason, replace(PRESETS[base], **changes))
 
 
 def _presets() -> Iterable[Setting]:
-    whys = {
-        "tq4": "our default",
-        "tq3": "ours at 3 bits: what single changes are made to",
-        "tq3v2": "ours: values lose less than keys",
-        "tq2": "ours at 2 bits: what single changes are made to",
-    }
-    for name in OWN:
-        groups = GROUPS if name in ABLATED else ("presets", "values", "codebook", "width")
-        yield Setting(name, groups, whys[name], PRESETS[name])
+    yield Setting("tq4", ("presets", "values", "codebook", "width"), "our default", PRESETS["tq4"])
+    yield Setting("tq3v2", ("presets", "width", "split"), "ours: values lose less than keys", PRESETS["tq3v2"])
+    for name in ABLATED:
+        yield Setting(name, GROUPS, "ours: what single changes are made to", PRESETS[name])
     yield Setting("raw", ("presets",), "noise floor: the model's dtype in the same pages", PRESETS["raw"])
     for name in PUBLISHED:
-        yield Setting(
-            name, ("presets",), "as published: no window, no sinks, two exact layers at each end", PRESETS[name]
-        )
-        window = f"{name} + window, sinks"
-        yield _changed(name, window, "presets", "published codes with our exact tokens", **OUR_EXACT)
-        bare = f"{name} + window, sinks, all layers"
-        yield _changed(
-            name,
-            bare,
-            "presets",
-            "what the codes do by themselves: no exact layer either",
-            **OUR_EXACT,
-            boundary_layers=0,
-        )
+        why = "as published: no window, no sinks, two exact layers at each end of a dense model"
+        yield Setting(name, ("presets",), why, PRESETS[name])
+        ours = f"{name} + window, sinks"
+        yield _changed(name, ours, "presets", "published codes with our exact tokens", **OUR_EXACT)
+        why = "what the codes do by themselves: no exact layer either"
+        yield _changed(name, f"{ours}, all layers", "presets", why, **OUR_EXACT, boundary_layers=0)
     for name in PAPER:
         if name in PRESETS:
             yield Setting(name, ("presets",), "the paper's own scheme", PRESETS[name])
@@ -145,22 +132,21 @@ def _exact_tokens() -> Iterable[Setting]:
 
 
 def _widths() -> Iterable[Setting]:
+    why = "where an extra bit helps more, in keys or in values"
     for keys, values in ((4, 3), (3, 4), (4, 2), (2, 3), (2, 4)):
-        why = "where an extra bit helps more, in keys or in values"
-        yield _changed("tq4", f"k{keys}v{values}", "width", why, key_bits=keys, value_bits=values)
+        groups = ("width", "split") if abs(keys - values) == 1 else ("width",)
+        yield _changed("tq4", f"k{keys}v{values}", groups, why, key_bits=keys, value_bits=values)
 
 
 def _splits() -> Iterable[Setting]:
-    def simulated(name: str, reason: str, keys: int, values: int, split: Split) -> Setting:
-        config = replace(PRESETS["tq3"], key_bits=keys, value_bits=values)
-        return Setting(f"{name} (simulated)", ("split",), reason, config, split)
-
-    yield simulated(
-        "tq3", "the simulation beside the packed cache: both should agree", 3, 3, Split(keys=False, values=False)
+    rows = (
+        ("tq3", "the simulation beside the packed cache: both should agree", 3, 3, False, False),
+        ("split k2.5 v2", "half of the key channels at 3 bits: compare tq3v2, k2v3", 2, 2, True, False),
+        ("split k2.5 v2.5", "keys and values alike: compare tq3v2, k2v3", 2, 2, True, True),
+        ("split k2.5 v3", "half of the key channels at 3 bits: compare k2v3, tq3", 2, 3, True, False),
+        ("split k3.5 v3", "half of the key channels at 4 bits: compare k4v3, k3v4", 3, 3, True, False),
+        ("split k3.5 v3.5", "keys and values alike: compare k4v3, k3v4", 3, 3, True, True),
     )
-    only_keys, both = Split(keys=True, values=False), Split(keys=True, values=True)
-    yield simulated("split k2.5 v2", "half of the key channels at 3 bits: compare tq3v2, k2v3", 2, 2, only_keys)
-    yield simulated("split k2.5 v2.5", "keys and values alike: compare tq3v2, k2v3", 2, 2, both)
-    yield simulated("split k2.5 v3", "half of the key channels at 3 bits: compare tq3", 2, 3, only_keys)
-    yield simulated("split k3.5 v3", "half of the key channels at 4 bits: compare k4v3, k3v4", 3, 3, only_keys)
-    yield simulated("split k3.5 v3.5", "keys and values alike: compare k4v3, k3v4", 3, 3, both)
+    for name, why, key_bits, value_bits, keys, values in rows:
+        config = replace(PRESETS["tq3"], key_bits=key_bits, value_bits=value_bits)
+        yield Setting(f"{name} (simulated)", ("split",), why, config, Split(keys=keys, values=values))

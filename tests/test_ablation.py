@@ -238,6 +238,16 @@ def test_the_command_resumes_setting_by_setting(folder: Path, capsys: pytest.Cap
     assert "tiny, 200: bytes" in table[0] and "0.5000" in table[2]
 
 
+def test_two_runs_may_share_a_file(tmp_path: Path) -> None:
+    run = {"model": "some/tiny", "window": 200}
+    first, second = (results.ModelResults.open(tmp_path, run) for _ in range(2))
+    first.add(named("tq4"), {"kl": 1.0})
+    second.add(named("tq3"), {"kl": 2.0})
+    found = results.ModelResults.open(tmp_path, run)
+    assert {name: result["kl"] for name, result in found.settings.items()} == {"tq4": 1.0, "tq3": 2.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-w200.json"]
+
+
 def test_a_broken_setting_loses_nothing_else(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
