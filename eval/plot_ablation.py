@@ -1,7 +1,7 @@
 """Draw KL against bytes: `python -m eval.plot_ablation DIR [--image FILE]`, from the JSON that `scripts/ablation` wrote.
 
-One panel a model and window. Filled marks stand at the bytes of a quantized layer; where a preset keeps layers exact, a line
-leads to the mean over all layers.
+One panel a model and window. Marks stand at the bytes of a quantized layer; where a preset keeps layers exact, a line leads
+to the mean over all layers. The dotted line is what rounding in the model's dtype costs by itself.
 """
 
 from __future__ import annotations
@@ -25,28 +25,35 @@ SERIES = (
 
 
 def draw(models: Sequence[ModelResults], path: Path) -> None:
-    """Write the figure (the suffix of `path` tells the format)."""
+    """Write the figure (the suffix of `path` tells the format): a row a window, a column a model."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tq_hf"  # the same results give the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 4.2), squeeze=False, layout="constrained")
-    for panel, results in zip(axes[0], models):
+    rows, columns = (sorted({results.run[name] for results in models}) for name in ("window", "model"))
+    size = (4.6 * len(columns), 3.8 * len(rows) + 0.4)
+    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, layout="constrained")
+    for panel in axes.flat:
+        panel.set_axis_off()
+    for results in models:
+        panel = axes[rows.index(results.run["window"])][columns.index(results.run["model"])]
+        panel.set_axis_on()
         _draw_panel(panel, results)
-    axes[0][0].set_ylabel("KL(exact ‖ packed), nats")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels) if len(models) > 1 else 1, frameon=False
-    )
+    handles, labels = panel.get_legend_handles_labels()
+    legend_columns = len(labels) if len(columns) > 1 else 1
+    figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns, frameon=False, fontsize=9)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
 def _draw_panel(panel: Any, results: ModelResults) -> None:
+    heights = []
     for label, marker, color, shown in SERIES:
         found = [(short, results.settings[name]) for name, short in shown.items() if _measured(results, name)]
+        heights += [point["kl"] for _, point in found]
         panel.plot(
             [point["page_bytes"] for _, point in found], [point["kl"] for _, point in found],
             marker, color=color, label=label, markersize=6,
@@ -57,10 +64,14 @@ def _draw_panel(panel: Any, results: ModelResults) -> None:
             if point["mean_bytes"] > x:
                 panel.plot([x, point["mean_bytes"]], [kl, kl], "-|", color=color, linewidth=0.8)
     if _measured(results, "raw"):
-        panel.axhline(results.settings["raw"]["kl"], color="grey", linewidth=0.8, linestyle=":")
+        floor = results.settings["raw"]["kl"]
+        panel.axhline(floor, color="grey", linewidth=0.8, linestyle=":", label="the model's dtype in pages (rounding)")
     panel.set_yscale("log")
+    if heights:
+        panel.set_ylim(min(heights) / 3, max(heights) * 2)
     panel.set_title(f"{Path(results.run['model']).name}, windows of {results.run['window']:,}", fontsize=10)
     panel.set_xlabel("bytes per token and KV head")
+    panel.set_ylabel("KL(exact ‖ packed), nats")
     panel.grid(which="major", linewidth=0.3)
 
 

@@ -80,27 +80,28 @@ def _memory(cache: TurboQuantCache | SimulatedCache, tokens: int) -> Result:
     """What the cache holds of `tokens` at the end, and what a token takes in a long context.
 
     `packed_share` is that of the tokens in pages, in the layers that have pages. `page_bytes` is for a token and KV head of
-    a quantized layer; `mean_bytes` is the mean over all layers with pages, those that a preset keeps exact included.
+    a quantized layer; `mean_bytes` is the mean over all layers with pages, exact layers in bfloat16 included.
     """
     report = cache.report()
     if isinstance(cache, TurboQuantCache):
         layouts = [PageLayout.from_name(layer.layout_name) for layer in cache.packed_layers]
         pages = [layout.bytes_per_token for layout in layouts]
         exact = [2.0 * (layout.key_dim + layout.value_dim) for layout in layouts]
-        quantized = sum(layer.config == cache.quantization for layer in cache.packed_layers)
+        is_quantized = [layer.config == cache.quantization for layer in cache.packed_layers]
     else:
         pages = [layer.page_bytes for layer in cache.simulated_layers]
         exact = [2.0 * (layer.keys.shape[3] + layer.values.shape[3]) for layer in cache.simulated_layers]
-        quantized = len(pages)
+        is_quantized = [True] * len(pages)
     smallest = min(range(len(pages)), key=pages.__getitem__)
+    held = [page if is_packed else full for page, full, is_packed in zip(pages, exact, is_quantized)]
     return {
         "packed_share": report.packed_tokens / (tokens * len(pages)),
         "layers": len(report.layers),
-        "quantized_layers": quantized,
+        "quantized_layers": sum(is_quantized),
         "cache_bytes": report.nbytes,
         "cache_bytes_bf16": report.bytes_bf16,
         "cache_ratio": report.ratio,
         "page_bytes": pages[smallest],
         "page_ratio": exact[smallest] / pages[smallest],
-        "mean_bytes": sum(pages) / len(pages),
+        "mean_bytes": sum(held) / len(held),
     }
