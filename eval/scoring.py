@@ -53,13 +53,14 @@ def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Prog
     chunks = text_chunks(ids.shape[1], settings[0].config)
     exact = DynamicCache(config=model.config)
     scores = score_texts(model, ids, exact, caches, chunks, progress)
-    return [_quality(scored) | _memory(cache, ids.numel()) for scored, cache in zip(scores, caches)]
+    return [_quality(scored, ids.shape[1]) | _memory(cache, ids.numel()) for scored, cache in zip(scores, caches)]
 
 
-def _quality(scores: TextScores) -> Result:
+def _quality(scores: TextScores, length: int) -> Result:
     """Perplexities and distances over the positions that read packed pages.
 
-    `kl_stderr` is the standard error over windows, whose positions are not independent; None for a single window.
+    `kl_second_half` is that of each text's second half: the same positions in all settings, however many tokens they keep
+    exact. `kl_stderr` is the standard error over texts, whose positions are not independent; None for a single text.
     """
     kl = scores.kl.double()
     per_window = kl.mean(1)
@@ -70,6 +71,7 @@ def _quality(scores: TextScores) -> Result:
         "ppl_delta_percent": 100 * math.expm1(packed - exact),
         "kl": kl.mean().item(),
         "kl_stderr": (per_window.std() / math.sqrt(len(kl))).item() if len(kl) > 1 else None,
+        "kl_second_half": kl[:, -(length // 2) :].mean().item(),
         "kl_p99": torch.quantile(kl.flatten(), 0.99).item(),
         "top1": scores.same.double().mean().item(),
         "positions": kl.numel(),

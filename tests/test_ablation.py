@@ -101,6 +101,17 @@ def test_results_of_a_lockstep_batch(sharp_model: Any) -> None:
     assert measure(sharp_model, ids[:1], batch[:1])[0]["kl_stderr"] is None
 
 
+def test_the_second_half_is_the_same_positions_in_all_settings(sharp_model: Any) -> None:
+    ids = prompt(ROWS, 400)
+    for setting in (named("tq3"), named("tq3, recent_window=128")):
+        (result,) = measure(sharp_model, ids, [setting])
+        caches = DynamicCache(config=sharp_model.config), [setting.new_cache(sharp_model.config)]
+        (scores,) = score_texts(sharp_model, ids, *caches, text_chunks(400, setting.config))
+        late = scores.kl[:, 200 - first_page_tokens(setting.config) :]
+        assert result["kl_second_half"] == pytest.approx(late.mean().item(), rel=1e-5)
+        assert result["kl_second_half"] != pytest.approx(result["kl"], rel=1e-5)
+
+
 def test_exact_layers_count_in_the_mean_of_bytes() -> None:
     model = tiny_models.tiny_model(num_hidden_layers=8, head_dim=32)
     (result,) = measure(model, prompt(1, 200), [named("4bit_nc")])
