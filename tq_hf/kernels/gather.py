@@ -164,7 +164,8 @@ def unpack_pages(
     else:
         unpack_vectors(
             p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, None, p_value_signs,
-            p_value_levels, VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES, False,
+            p_value_levels, VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
+            VALUE_HALVES, False,
         )  # fmt: skip
 
 

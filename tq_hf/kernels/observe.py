@@ -121,6 +121,7 @@ def observe(
         observe_tokens[(1, heads, batch)](
             query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
             *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
-            0 if keep is None else keep.stride(0), GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim,
-            BLOCK=block_dim(dim), num_warps=4,
+            0 if keep is None else keep.stride(0),
+            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim, BLOCK=block_dim(dim),
+            num_warps=4,
         )  # fmt: skip

@@ -25,7 +25,8 @@ def observe(
     """Before `commit` of the same tokens: for rows without factors, add up queries; where a first page is due, make them.
 
     In place: `query_energy`, then `balance`. Counted are the tokens from `row_start + sinks` to the recent window behind
-    the row's first page, except those that `keep` leaves out, and keys and queries that are not finite. Energies are added token by token, so that chunks of any size give the same sums.
+    the row's first page, except those that `keep` leaves out, and keys and queries that are not finite.
+    Energies are added token by token, so that chunks of any size give the same sums.
 
     Args:
         query: `[B, Hq, n, D]`, the queries at the new tokens' positions, or None if nobody has seen them.
