@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tq_hf.config import PRESETS, TurboQuantConfig
-from tq_hf.reference import attend, commit, gather
+from tq_hf.reference import attend, commit, gather, observe
 from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
 
 PRESET_NAMES = list(PRESETS)
@@ -48,12 +48,14 @@ class PackedState:
         self.entries = torch.zeros(capacity, 2, dtype=torch.int32)
         self.row_start = torch.tensor(row_start, dtype=torch.int32)
         self.counters = torch.tensor([0, sinks, 0], dtype=torch.int32)
+        self.balance = torch.zeros(self.rows, heads, dim) if config.balance_keys else None
+        self.query_energy = torch.zeros(self.rows, heads, dim)
         self.flags = torch.zeros(heads, dtype=torch.int32)
         self.free = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1)).tolist()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        names = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters"
+        names = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters balance"
         return {name: getattr(self, name) for name in names.split()}
 
     def commit(self, key: Tensor, value: Tensor, keep: Tensor | None = None) -> None:
@@ -66,6 +68,9 @@ class PackedState:
             for row, first in enumerate(self.row_start.tolist()):
                 if start + size > first + sinks:
                     self.page_ids[row, entry] = self.free.pop()
+        if self.balance is not None:  # queries like the keys, one head
+            state = (self.ring_key, self.row_start, self.counters, self.balance, self.query_energy)
+            observe(key, key, *state, keep, size, sinks, self.config.recent_window)
         self.commit_alone(key, value, keep, self.config.recent_window, due)
 
     def commit_alone(self, key: Tensor, value: Tensor, keep: Tensor | None, recent_window: int, max_due: int) -> None:
@@ -129,7 +134,7 @@ class TestCommit:
     @pytest.mark.parametrize("preset", PRESET_NAMES)
     @pytest.mark.parametrize("chunks", [(1,), (7, 64, 3), (200, 1), (4, 63, 1, 65)], ids=str)
     def test_chunks_make_the_same_state(self, preset: str, chunks: tuple[int, ...]) -> None:
-        count = 270
+        count = 330
         options = {"row_start": (0, 9), "heads": 2, "dim": 32, "value_dim": 64}
         whole, _, _ = filled(preset, count, **options)
         parts, _, _ = filled(preset, count, chunks, **options)
@@ -167,7 +172,7 @@ class TestCommit:
         for entry in range(int(state.counters[2])):
             tokens = slice(first + entry * size, first + (entry + 1) * size)
             valid = torch.ones(1, 2, size, dtype=torch.bool)
-            words, _ = encode_page(key[:, :, tokens], value[:, :, tokens], valid, state.page)
+            words, _ = encode_page(key[:, :, tokens], value[:, :, tokens], valid, state.page, None, state.balance)
             assert torch.equal(state.pool[state.page_ids[:, entry].long()], words)
 
     def test_no_page_is_written_without_an_id_and_none_twice(self) -> None:

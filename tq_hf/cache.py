@@ -120,7 +120,7 @@ class TurboQuantCache(Cache):
         exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
         settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
-        unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False)
+        unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
         for i in packable:
             layer_config = unquantized if i in exact else settings
             stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])

@@ -26,6 +26,8 @@ class TurboQuantConfig:
             and minimum per 32 dimensions of a vector) or `"raw"`.
         value_bits: 2, 3 or 4, for `min_max` also 8; ignored by `raw`.
         center_keys: subtract each page's mean key and keep it in the page's header (`lloyd_max` keys only).
+        balance_keys: scale each key channel by a factor from the sequence's own queries and keys, and queries by its inverse
+            (`conditioning.py`; `lloyd_max` keys only).
         codebook: Lloyd-Max levels: `"gaussian"` for N(0, 1/d), `"beta"` for the exact marginal of a unit vector's
             coordinate, `"int8_grid"` for Gaussian levels on an 8-bit grid that integer tensor cores can multiply.
         rotation: what rotates `lloyd_max` and `qjl` vectors: `"hadamard"`, or `"qr"` (a random orthogonal matrix).
@@ -44,6 +46,7 @@ class TurboQuantConfig:
     value_format: str
     value_bits: int
     center_keys: bool = False
+    balance_keys: bool = False
     codebook: str = "gaussian"
     rotation: str = "hadamard"
     norm_correction: bool = True
@@ -58,6 +61,10 @@ class TurboQuantConfig:
             # Raw pages take their width from the model's dtype, which is not known yet.
             require_format(side, fmt, 16 if fmt == "raw" else getattr(self, f"{side}_bits"))
         require_page(self.page_size, self.center_keys, self.key_format)
+        if type(self.balance_keys) is not bool:
+            raise ValueError(f"balance_keys={self.balance_keys!r} is not allowed: expected True or False.")
+        if self.balance_keys and self.key_format != "lloyd_max":
+            raise ValueError(f"balance_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
         if self.codebook not in CODEBOOKS:
             raise ValueError(f"codebook={self.codebook!r} is unknown: expected one of {CODEBOOKS}.")
         require_rotation(self.rotation, self.norm_correction, self.key_format)
@@ -120,6 +127,7 @@ def _own(key_bits: int, value_bits: int) -> TurboQuantConfig:
         value_format="lloyd_max",
         value_bits=value_bits,
         center_keys=True,
+        balance_keys=True,
         codebook="int8_grid",
         recent_window=64,
         sink_tokens=4,

@@ -29,8 +29,8 @@ Word `p` of a lane stands at `128 * (p // 4) + 4 * lane + p % 4`, so that four w
 `words_per_lane % 4` words of each lane stand side by side behind the whole quads.
 
 **Codes.** A `lloyd_max` code counts the levels of the codebook upwards, a `min_max` or `grouped` one the steps above the
-minimum. A `qjl` code of b bits at dimension i is the (b - 1)-bit Lloyd-Max code of coordinate i of the rotated key in its low
-bits, and in its top bit whether coordinate i of the residual's sketch is not negative.
+minimum. A `qjl` code of b bits at dimension i has in its low bits the (b - 1)-bit Lloyd-Max code of coordinate i of the
+rotated key, and in its top bit whether coordinate i of the residual's sketch is not negative.
 
 **Metadata** is fp16, one value per token and field, in the order key scale, norm of the key's residual (`qjl`), value scale,
 value minimum (those that the formats have); `grouped` has a scale and a minimum for each 32 dimensions that follow each

@@ -240,12 +240,12 @@ def scaled_dot_product_attention(
         layer.require_mask(step, query, attn_mask)
         if step.is_first:
             out = attend_first(query, step, attn_mask, is_causal, scale)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
             return out
         if not is_causal:
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
             out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
             return out
     return F.scaled_dot_product_attention(
         query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

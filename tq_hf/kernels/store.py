@@ -17,6 +17,7 @@ from .lanes import (
     code_shift,
     constants,
     lane_word_offset,
+    load_factors,
     magnitude_cells,
     metadata_offset,
     row_pointers,
@@ -235,7 +236,7 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
 
 @triton.jit(do_not_specialize=["n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
-    p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_flags, p_keep,
+    p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_balance, p_flags, p_keep,
     p_key_signs, p_key_cells, p_value_signs, p_value_cells,
     n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
@@ -288,10 +289,13 @@ def pack_pages(
         keys, usable = load_vectors(key_rows, real, KEY_DIM, KEY_BLOCK)
         if CENTER_KEYS:
             keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
+        if p_balance is not None:
+            p_factors = p_balance + (i_b * tl.num_programs(1) + i_h) * KEY_DIM
+            keys *= load_factors(p_factors, tl.arange(0, KEY_BLOCK), KEY_DIM)[None, :]
         saturated = pack_vectors(
             key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
             KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False,
-            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
+            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS and p_balance is None,
         )  # fmt: skip
     else:
         value_rows = token_rows(
@@ -317,6 +321,7 @@ def launch_pack_pages(
     page_ids: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     flags: Tensor,
     keep: Tensor | None,
     layout: PageLayout,
@@ -339,7 +344,7 @@ def launch_pack_pages(
         else:
             signs_and_cells += [None, None]
     pack_pages[(2 * layout.groups * max_due, heads, batch)](
-        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, flags, keep, *signs_and_cells,
+        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *signs_and_cells,
         n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
         0 if keep is None else keep.stride(0), **constants(layout), num_warps=warps(layout),
     )  # fmt: skip

@@ -28,9 +28,10 @@ FP8_MAX = 448.0
 class PageContent:
     """Tokens as factors, the form in which attention takes them. All fp32.
 
-    A key is `key_mean + key_scale * key`, a value is `value_min + value_scale * value`; a factor that is None is left
-    out. Where the layout rotates, `key` and `value` are in rotated coordinates (`key_mean` never is). A `qjl` key has two
-    parts side by side: rotated coordinates and the weighted signs of the residual's sketch, for the query's own sketch.
+    A key is `key_mean + key_scale * key` (the latter divided by its channels' balance), a value is `value_min + value_scale
+    * value`; a factor that is None is left out. Where the layout rotates, `key` and `value` are in rotated coordinates
+    (`key_mean` never is). A `qjl` key has two parts side by side: the rotated coordinates, and the weighted signs of the
+    residual's sketch, which meet the query's own sketch.
 
     Args:
         key, value: `[..., P, padded dim]`, `qjl` keys `[..., P, 2 * padded dim]`.
@@ -47,7 +48,12 @@ class PageContent:
 
 
 def encode_page(
-    key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout, averaged: Tensor | None = None
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    layout: PageLayout,
+    averaged: Tensor | None = None,
+    balance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pack whole pages.
 
@@ -58,6 +64,7 @@ def encode_page(
             enter the mean; so are vectors with a non-finite coordinate, each for itself.
         layout: the format.
         averaged: bool like `valid`: tokens that enter the mean if they are valid; None: all.
+        balance: fp32 `[..., key_dim]`, factors of the key channels (`tq_hf.conditioning`), or None.
 
     Returns:
         words int32 `[..., page_words]` and flags int32 `[...]` (`NON_FINITE_KEY`, `NON_FINITE_VALUE`, `SATURATED`).
@@ -73,6 +80,8 @@ def encode_page(
         counted = stored if averaged is None else stored & averaged.unsqueeze(-1)
         key, mean = _center(key.float(), stored, counted)
         header.append(pad(mean, (0, 2 * layout.header_words - layout.key_dim)).view(torch.int32))
+    if balance is not None:
+        key = key.float() * balance.unsqueeze(-2)
 
     key_codes, key_fields, key_full = _encode_keys(key, layout)
     value_codes, value_fields, value_full = _encode_values(value, layout)
@@ -128,8 +137,13 @@ def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageCo
     return PageContent(key, value, key_mean=mean, **fields)
 
 
-def decode_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Pages `[..., page_words]` as vectors: key `[..., P, key_dim]` and value `[..., P, value_dim]`, both fp32."""
+def decode_page(
+    words: Tensor, layout: PageLayout, dtype: torch.dtype, balance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pages `[..., page_words]` as vectors: key `[..., P, key_dim]` and value `[..., P, value_dim]`, both fp32.
+
+    `balance` is what `encode_page` was given.
+    """
     page = unpack_page(words, layout, dtype)
     key, value = page.key, page.value
     if page.key_scale is not None:
@@ -138,6 +152,8 @@ def decode_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple[
         key, signs = key.chunk(2, -1)
         key = key + unsketch(signs)
     key = unrotate(key, layout.key_dim, layout.rotation) if layout.rotates_keys else key[..., : layout.key_dim]
+    if balance is not None:
+        key = key / balance.unsqueeze(-2)
     if page.key_mean is not None:
         key = key + page.key_mean.unsqueeze(-2)
     if page.value_scale is not None:
