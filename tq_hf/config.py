@@ -35,7 +35,7 @@ class TurboQuantConfig:
         page_size: tokens packed at once: 32, 64, 128 or 256.
         recent_window: the newest tokens that stay exact, at least; a page is packed when all its tokens are older.
         sink_tokens: the first tokens of each sequence that stay exact for good (padding not counted).
-        boundary_layers: how many layers at each end of a dense model stay in the model's dtype.
+        boundary_layers: how many layers at each end of a dense model stay in the model's dtype (`layer_rules.py`).
 
     Raises:
         ValueError: a field out of range, naming the value and what was expected.
