@@ -33,5 +33,5 @@ def test_unit_vectors_meet_the_distortion(bits: int, dim: int, device: str) -> N
     for got, given in zip(gather(*state.read, case.layout.name, TOKENS), (key, value), strict=True):
         errors = (got - given).square().sum(-1).double().cpu()
         uncertainty = errors.std().item() / math.sqrt(errors.numel())
-        assert uncertainty < 0.012 * expected
+        assert uncertainty < 0.015 * expected
         assert errors.mean().item() == pytest.approx(expected, abs=4 * uncertainty + 3 / dim * expected)

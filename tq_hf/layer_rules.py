@@ -1,9 +1,9 @@
 """Which layers stay exact by their place in the model: the rule of the published presets.
 
 vLLM's rule (`TurboQuantConfig.get_boundary_skip_layers` in vllm/model_executor/layers/quantization/turboquant/config.py):
-the first and last layers of a dense model keep the model's dtype, without which a 4B model drops by about 30 points on GSM8K.
-On a hybrid, a model that mixes attention with layers that carry a recurrent state, none do: it has few attention layers, and
-the rule would take a large share of them.
+the first and last layers of a dense model keep the model's dtype, without which GSM8K drops by about 30 points on a model of
+4B parameters. On a hybrid, a model that mixes attention with layers that carry a recurrent state, none do: it has few
+attention layers, and the rule would take a large share of them.
 """
 
 from __future__ import annotations
