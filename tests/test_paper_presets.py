@@ -281,7 +281,7 @@ def test_a_static_cache_on_a_gpu_is_refused_before_anything_changes(preset: str)
         layer = cache.packed_layers[0]
         for first_use in (layer.update, layer.lazy_initialization):
             with pytest.raises(
-                ValueError, match="max_cache_len=400 on cuda:0 needs Triton kernels.*leave max_cache_len"
+                ValueError, match=r"max_cache_len=400 on cuda:0 needs Triton kernels.*leave max_cache_len"
             ):
                 first_use(states, states)
             assert not layer.is_initialized and cache.table.batch_size is None
