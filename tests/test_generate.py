@@ -100,7 +100,9 @@ def test_presets_read_the_same_bytes_whatever_the_attention(preset: str, attenti
         outputs = []
         for name in ("turboquant", attention):
             model.set_attn_implementation(name)
-            cache = TurboQuantCache(model.config, preset, **SMALL, boundary_layers=0)
+            # Eager attention shows the cache no queries, and without them keys are not balanced.
+            options = {"balance_keys": False} if attention == "eager" else {}
+            cache = TurboQuantCache(model.config, preset, **SMALL, **options, boundary_layers=0)
             model(ids[:, :-1], past_key_values=cache)
             outputs.append(model(ids[:, -1:], past_key_values=cache).logits)
             assert cache.report().packed_tokens == 3 * 2 * 96
