@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.presets import KERNEL_PRESETS
 from tq_hf import reference
-from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -184,7 +185,7 @@ def narrow(page_size: int = 32, **options: object) -> tuple[tuple[str, object], 
 
 
 @interpreted
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", KERNEL_PRESETS)
 def test_interpreted_presets(preset: str) -> None:
     check(Case(preset, options=narrow(), group=3, length=77), "cpu")
 
@@ -258,7 +259,7 @@ def test_lengths(preset: str, length: int) -> None:
 @on_gpu
 @pytest.mark.parametrize(
     ("preset", "dim", "value_dim", "queries", "group"),
-    [(preset, *SHAPES[(i + k) % len(SHAPES)]) for i, preset in enumerate(PRESETS) for k in (0, 2)],
+    [(preset, *SHAPES[(i + k) % len(SHAPES)]) for i, preset in enumerate(KERNEL_PRESETS) for k in (0, 2)],
 )
 def test_formats_and_dims(preset: str, dim: int, value_dim: int, queries: int, group: int) -> None:
     dtype = BFLOAT16 if dim % 128 else torch.float16

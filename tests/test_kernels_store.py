@@ -15,8 +15,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.presets import KERNEL_PRESETS
 from tq_hf import reference
-from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.config import TurboQuantConfig
 from tq_hf.kernels.commit import commit, gather
 from tq_hf.layout import PageLayout, RunOrder
 from tq_hf.reference.packing import unpack_codes, unpack_metadata
@@ -88,7 +89,7 @@ def own(
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-INTERPRETER_CASES = [preset(name, 64, BF16, page_size=64 if name == "tq4" else 32) for name in PRESETS] + [
+INTERPRETER_CASES = [preset(name, 64, BF16, page_size=64 if name == "tq4" else 32) for name in KERNEL_PRESETS] + [
     preset("tq4", 96, FP32),
     preset("4bit_nc", 128, FP16),
     preset("tq3", 80, BF16, 40, page_size=32, recent_window=7),

@@ -131,7 +131,8 @@ def test_raw_is_exact_and_the_others_are_near(preset: str) -> None:
     if preset == "raw":
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
     else:
-        assert 1e-5 < error < {"tq2": 0.25, "tq3v2": 0.2, "3bit_nc": 0.15}.get(preset, 0.1)
+        bounds = {"tq2": 0.25, "tq3v2": 0.2, "3bit_nc": 0.15, "paper_mse": 0.2, "paper_prod": 0.35}
+        assert 1e-5 < error < bounds.get(preset, 0.1)
 
 
 class TestCausal:
@@ -274,7 +275,7 @@ class TestOptions:
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 @pytest.mark.parametrize("length", [5, 69, 100, 130])
 def test_short_pages_after_a_crop(preset: str, length: int) -> None:
-    state, _, _ = filled(preset, 300, row_start=(0, 80))
+    state, _, _ = filled(preset, 364, row_start=(0, 80))
     state.crop(length)
     check(state, query_for(state, 2, 2), 2)
     state.commit(*state.tokens(170, seed=5))

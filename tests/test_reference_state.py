@@ -134,7 +134,7 @@ class TestCommit:
     @pytest.mark.parametrize("preset", PRESET_NAMES)
     @pytest.mark.parametrize("chunks", [(1,), (7, 64, 3), (200, 1), (4, 63, 1, 65)], ids=str)
     def test_chunks_make_the_same_state(self, preset: str, chunks: tuple[int, ...]) -> None:
-        count = 270
+        count = 330
         options = {"row_start": (0, 9), "heads": 2, "dim": 32, "value_dim": 64}
         whole, _, _ = filled(preset, count, **options)
         parts, _, _ = filled(preset, count, chunks, **options)

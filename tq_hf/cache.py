@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .layer import LayerReport, TurboQuantLayer
+from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
 from .pages import BlockTable
@@ -117,7 +118,7 @@ class TurboQuantCache(Cache):
                 f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (transformers"
                 f" caches them as {kinds}): use transformers' own cache classes."
             )
-        exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
+        exact = boundary_layers(text, packable, self.quantization.boundary_layers)
         settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
@@ -270,14 +271,6 @@ class TurboQuantCache(Cache):
             f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers,"
             f" {report.nbytes / 2**20:.1f} MiB where bf16 takes {report.bytes_bf16 / 2**20:.1f})"
         )
-
-
-def _boundary(packable: list[int], layers: int, count: int) -> set[int]:
-    """Layers to keep exact: `count` at each end of a dense model, at most half of its layers; none on hybrids."""
-    if len(packable) < layers:
-        return set()
-    count = min(count, layers // 4)
-    return set(packable[:count] + packable[len(packable) - count :])
 
 
 def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .config import MODEL_DTYPES, TurboQuantConfig
+from .layout import PageLayout
 from .memory import storage_bytes
 from .packed_kv import PackedKV, Step
 from .pages import BlockTable
@@ -78,7 +79,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
-        layout = self.config.layout(key_states.shape[-1], value_states.shape[-1], key_states.dtype)
+        layout = self._layout(key_states, value_states)
         batch, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.layout_name = layout.name
@@ -176,7 +177,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if limit is not None and key.shape[2] > limit:
             raise RuntimeError(_over_capacity(limit))
         if not self.is_initialized:
-            self.config.layout(key.shape[-1], value.shape[-1], key.dtype)  # raises where there is no layout
+            self._layout(key, value)  # raises where there is none
             return
         given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
@@ -185,6 +186,18 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
                 " call cache.reset() before using it with another model, dtype or device."
             )
+
+    def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
+        """The layout for such states, or `ValueError` where they have none or it cannot serve a static cache."""
+        layout = self.config.layout(key.shape[-1], value.shape[-1], key.dtype)
+        if self.table.is_static and key.device.type != "cpu" and not ops.has_kernels(layout.name):
+            raise ValueError(
+                f"max_cache_len={self.table.max_cache_len} on {key.device} needs Triton kernels, and there are none for"
+                f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
+                f" norm_correction={layout.norm_correction}: leave max_cache_len out, choose another preset, or run on"
+                " the CPU."
+            )
+        return layout
 
     def _check_capacity(self, new: int) -> None:
         limit = self.table.max_cache_len

@@ -28,8 +28,14 @@ dimensions and every octet `r` (0..3) of tokens, one **run** of 8 codes `i` (0..
 Word `p` of a lane stands at `128 * (p // 4) + 4 * lane + p % 4`, so that four words are one 16-byte load; the last
 `words_per_lane % 4` words of each lane stand side by side behind the whole quads.
 
-**Metadata** is fp16, one value per token and field, in the order key scale, value scale, value minimum (those that the
-formats have). Two fields share a block `[g][2][r]`, a third has its own block `[g][r]`; the token is 8r + g.
+**Codes.** A `lloyd_max` code counts the levels of the codebook upwards, a `min_max` or `grouped` one the steps above the
+minimum. A `qjl` code of b bits at dimension i has in its low bits the (b - 1)-bit Lloyd-Max code of coordinate i of the
+rotated key, and in its top bit whether coordinate i of the residual's sketch is not negative.
+
+**Metadata** is fp16, one value per token and field, in the order key scale, norm of the key's residual (`qjl`), value scale,
+value minimum (those that the formats have); `grouped` has a scale and a minimum for each 32 dimensions that follow each
+other, in the order scale 0, minimum 0, scale 1, ... Two fields share a block `[g][2][r]`, blocks follow each other, and the
+last of an odd number of fields has its own block `[g][r]`; the token is 8r + g.
 """
 
 from __future__ import annotations
@@ -43,8 +49,10 @@ LANES = 32
 RUN_CODES = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 PAGE_SIZES = (32, 64, 128, 256)
-KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
-VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "raw": (16, 32)}
+KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "qjl": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
+VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "grouped": (2, 3, 4), "raw": (16, 32)}
+VALUE_GROUP_DIMS = 32  # the dimensions of a `grouped` vector that share a scale and a minimum
+ROTATIONS = ("hadamard", "qr")
 # The bits of a layer's `flags`: a vector that was stored as zero, or a number clamped to its stored format.
 NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
@@ -81,6 +89,19 @@ def require_page(page_size: int, center_keys: bool, key_format: str) -> None:
         raise ValueError(f"page_size={page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
 
 
+def require_rotation(rotation: str, norm_correction: bool, key_format: str) -> None:
+    """Raise `ValueError` unless vectors can be rotated so, and keys of this format scaled so."""
+    if rotation not in ROTATIONS:
+        raise ValueError(f"rotation={rotation!r} is unknown: expected one of {ROTATIONS}.")
+    if type(norm_correction) is not bool:
+        raise ValueError(f"norm_correction={norm_correction!r} is not allowed: expected True or False.")
+    if norm_correction and key_format == "qjl":
+        raise ValueError(
+            "norm_correction=True would bias the scores of key_format='qjl', which are unbiased without it: pass"
+            " norm_correction=False."
+        )
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Where everything stands in a page.
@@ -88,12 +109,15 @@ class PageLayout:
     Args:
         key_dim, value_dim: dimensions of a key and a value head; even, 16 to 256.
         page_size: tokens a page; one of `PAGE_SIZES`.
-        key_format: `"lloyd_max"`, `"fp8"` or `"raw"`.
-        key_bits: bits a key code: 2, 3, 4 (`lloyd_max`), 8 (`fp8`), 16 or 32 (`raw`).
-        value_format: `"lloyd_max"`, `"min_max"` or `"raw"`.
+        key_format: `"lloyd_max"`, `"qjl"`, `"fp8"` or `"raw"`.
+        key_bits: bits a key code: 2, 3, 4 (`lloyd_max`, and `qjl` with its sign), 8 (`fp8`), 16 or 32 (`raw`).
+        value_format: `"lloyd_max"`, `"min_max"`, `"grouped"` or `"raw"`.
         value_bits: bits a value code: 2, 3, 4 (also 8 for `min_max`), 16 or 32 (`raw`).
         center_keys: whether the page starts with the mean of its keys.
         codebook: which Lloyd-Max levels the codes index: `"gaussian"`, `"beta"` or `"int8_grid"`.
+        rotation: the matrix that rotates what is rotated: `"hadamard"` or `"qr"`.
+        norm_correction: whether a key scale restores the key's norm, or is the norm over sqrt(padded dim): the levels
+            are means of their cells, so that they alone are shorter. `lloyd_max` keys only; values are always restored.
 
     Raises:
         ValueError: a dimension, page size, format or width that has no layout.
@@ -108,6 +132,8 @@ class PageLayout:
     value_bits: int
     center_keys: bool
     codebook: str
+    rotation: str = "hadamard"
+    norm_correction: bool = True
 
     def __post_init__(self) -> None:
         for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
@@ -119,6 +145,7 @@ class PageLayout:
         require_format("key", self.key_format, self.key_bits)
         require_format("value", self.value_format, self.value_bits)
         require_page(self.page_size, self.center_keys, self.key_format)
+        require_rotation(self.rotation, self.norm_correction, self.key_format)
 
     # -- names: an op of torch.library takes a layout as a string ----------------------------------------------------
     @property
@@ -130,8 +157,10 @@ class PageLayout:
     @lru_cache(maxsize=None)
     def from_name(name: str) -> PageLayout:
         """The layout that `name` describes (cached: ops call this at every step)."""
-        kd, vd, page, kf, kb, vf, vb, center, codebook = name.split(",")
-        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook)
+        kd, vd, page, kf, kb, vf, vb, center, codebook, rotation, norm = name.split(",")
+        return PageLayout(
+            int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, norm == "1"
+        )
 
     # -- dimensions --------------------------------------------------------------------------------------------------
     @property
@@ -148,6 +177,11 @@ class PageLayout:
 
     @property
     def rotates_keys(self) -> bool:
+        return self.key_format in ("lloyd_max", "qjl")
+
+    @property
+    def signed_keys(self) -> bool:
+        """Whether 4-bit key codes are stored as sign and magnitude."""
         return self.key_format == "lloyd_max"
 
     @property
@@ -158,17 +192,21 @@ class PageLayout:
     @property
     def metadata(self) -> tuple[str, ...]:
         """The fp16 fields each token has, in their order in the group."""
-        key = ("key_scale",) if self.key_format == "lloyd_max" else ()
-        value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min"), "raw": ()}[self.value_format]
+        key = {"lloyd_max": ("key_scale",), "qjl": ("key_scale", "key_residual")}.get(self.key_format, ())
+        if self.value_format == "grouped":
+            value: tuple[str, ...] = ()
+            for i in range(self.value_dim_padded // VALUE_GROUP_DIMS):
+                value += (f"value_scale_{i}", f"value_min_{i}")
+        else:
+            value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min"), "raw": ()}[self.value_format]
         return key + value
 
     def metadata_offset(self, field: str, token: int = 0) -> int:
         """Offset in halves (fp16), from the start of the group's metadata, of `field` of a token (0..31)."""
         g, r = token % 8, token // 8
         i = self.metadata.index(field)
-        if len(self.metadata) == 1 or i == 2:
-            return 64 * (i // 2) + 4 * g + r
-        return 8 * g + 4 * i + r
+        block, alone = 64 * (i // 2), i % 2 == 0 and i + 1 == len(self.metadata)
+        return block + (4 * g + r if alone else 8 * g + 4 * (i % 2) + r)
 
     # -- words -------------------------------------------------------------------------------------------------------
     @property

@@ -1,5 +1,8 @@
 """The operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
 
+Layouts that the kernels do not know (`has_kernels`) run in the reference on CUDA too. It reads lengths on the host, and so
+cannot serve a static cache there.
+
 A layer's state is a set of flat tensors, so that the ops can be traced by `torch.compile`. With B rows, H KV heads,
 S sink tokens, a ring of R = recent window + page slots and a block table of E entries:
 
@@ -25,6 +28,7 @@ the device: nothing here reads them on the host where that would wait for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,8 +90,24 @@ def _gather_fake(
     )
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+@lru_cache(maxsize=None)  # asked at every call
+def has_kernels(layout: str) -> bool:
+    """Whether the Triton kernels know the layout of this name; if not, the reference does its work on every device."""
+    page = PageLayout.from_name(layout)
+    if page.key_format == "qjl" or page.value_format == "grouped":
+        return False
+    if page.rotation != "hadamard" and (page.rotates_keys or page.rotates_values):
+        return False
+    return page.norm_correction or page.key_format != "lloyd_max"
+
+
+def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
+    names = [argument.name for argument in getattr(torch.ops.tq_hf, name).default._schema.arguments]
+    layout = names.index("layout") if "layout" in names else None
+
     def launch(*args: Any) -> Any:
+        if layout is not None and not has_kernels(args[layout]):
+            return in_reference(*args)
         from . import kernels  # imported on first use: a machine without a GPU needs no Triton
 
         return getattr(kernels, name)(*args)
@@ -102,7 +122,7 @@ for _name, _reference, _fake in (
     ("gather", reference.gather, _gather_fake),
 ):
     _library.impl(_name, _reference, "CPU")
-    _library.impl(_name, _kernel(_name), "CUDA")
+    _library.impl(_name, _on_cuda(_name, _reference), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = torch.ops.tq_hf.attend

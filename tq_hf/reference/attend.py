@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ..conditioning import or_ones
 from ..layout import PageLayout
 from ..rotation import rotate, unrotate
+from ..sketch import sketch
 from .codec import PageContent, unpack_page
 from .state import TILE_TOKENS, page_tiles
 
@@ -121,7 +122,9 @@ class _Rows:
         if balance is not None:
             self.query = self.plain / or_ones(balance)[:, :, None, None]
         if page.rotates_keys:
-            self.query = rotate(self.query, page.key_dim_padded)
+            self.query = rotate(self.query, page.key_dim_padded, page.rotation)
+            if page.key_format == "qjl":
+                self.query = torch.cat((self.query, sketch(self.query)), -1)
         elif page.key_dim_padded > page.key_dim:
             self.query = pad(self.plain, (0, page.key_dim_padded - page.key_dim))
         self.mask = mask
@@ -139,7 +142,8 @@ class _Rows:
         """Go over from packed tokens to exact ones, to plain coordinates."""
         self.query = self.plain
         rotated = page.rotates_values
-        self.output = unrotate(self.output, page.value_dim) if rotated else self.output[..., : page.value_dim]
+        plain = unrotate(self.output, page.value_dim, page.rotation) if rotated else self.output
+        self.output = plain[..., : page.value_dim]
 
     def add(self, tokens: PageContent, positions: Tensor, valid: Tensor) -> None:
         """Attend to a tile.
