@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 
+from .at_once import AtOnceCache
 from .outlier_split import Split
 from .simulated_cache import SimulatedCache
 
@@ -31,6 +32,7 @@ class Setting:
         reason: what the row tells.
         config: how the cache is configured.
         split: None: through the packed cache. Else a simulation, whose outlier channels take one more bit.
+        at_once: pack tokens before anything reads them, as a scheme without exact tokens does.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Setting:
     reason: str
     config: TurboQuantConfig
     split: Split | None = None
+    at_once: bool = False
 
     def new_cache(self, model_config: PretrainedConfig) -> TurboQuantCache | SimulatedCache:
         """An empty cache.
@@ -45,6 +48,8 @@ class Setting:
         Raises:
             ValueError: the model has no packed layout in this setting.
         """
+        if self.at_once:
+            return AtOnceCache(model_config, self.config)
         if self.split is None:
             return TurboQuantCache(model_config, preset=self.config)
         return SimulatedCache(model_config, self.config, self.split)
@@ -88,7 +93,9 @@ def _presets() -> Iterable[Setting]:
         yield Setting(name, GROUPS, "ours: what single changes are made to", PRESETS[name])
     yield Setting("raw", ("presets",), "noise floor: the model's dtype in the same pages", PRESETS["raw"])
     for name in PUBLISHED:
-        why = "as published: no window, no sinks, two exact layers at each end of a dense model"
+        why = "as published: every token is read packed, two exact layers at each end of a dense model"
+        yield Setting(f"{name}, as published", ("presets",), why, PRESETS[name], at_once=True)
+        why = "the preset: the same bytes, but a page is packed as a whole, and the newest 0 to 63 tokens are exact"
         yield Setting(name, ("presets",), why, PRESETS[name])
         ours = f"{name} + window, sinks"
         yield _changed(name, ours, "presets", "published codes with our exact tokens", **OUR_EXACT)
@@ -129,6 +136,10 @@ def _exact_tokens() -> Iterable[Setting]:
         for group, field, values, why in sweeps:
             for value in values:
                 yield _changed(base, f"{base}, {field}={value}", group, why, **{field: value})
+        for window in (96, 128):
+            changes = {"page_size": 32, "recent_window": window}
+            why = "small pages and a longer window"
+            yield _changed(base, f"{base}, page_size=32, recent_window={window}", "page", why, **changes)
 
 
 def _widths() -> Iterable[Setting]:
