@@ -24,7 +24,10 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs a process with T
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 TOLERANCE = 2e-3
-STATE = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters balance".split()
+STATE = (
+    *("pool", "ring_key", "ring_value", "sink_key", "sink_value"),
+    *("page_ids", "entries", "row_start", "counters", "balance"),
+)
 
 if INTERPRETED:
     import triton.runtime.interpreter as interpreter

@@ -63,7 +63,7 @@ def test_the_preset_table_is_the_layouts() -> None:
 
 
 def test_the_commands_exist_and_are_executable() -> None:
-    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", ".ci/run"):
+    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", "scripts/ablation", ".ci/run"):
         assert (ROOT / name).stat().st_mode & 0o111, name
 
 

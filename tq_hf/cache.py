@@ -232,7 +232,7 @@ class TurboQuantCache(Cache):
         """Tokens packed and exact, bytes and the ratio to bf16, layer by layer."""
         layers = []
         for i, layer in enumerate(self.layers):
-            layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else _stock_report(i, layer))
+            layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
         return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
 
     def check(self) -> None:
@@ -292,7 +292,7 @@ def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
         quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
 
 
-def _stock_report(index: int, layer: Any) -> LayerReport:
+def stock_report(index: int, layer: Any) -> LayerReport:
     """One of transformers' own layers: everything it holds is exact."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]

@@ -10,8 +10,9 @@ The expected squared error of a score is proportional to (sum_j E[q_j^2] / a_j^2
 a_j = (E[q_j^2] / var k_j)^(1/4). Decoding pays nothing for it: a query is prepared by a product anyway.
 
 The factors belong to one sequence and KV head. Their statistics are those of the tokens that are there when the sequence's
-first page falls due, sinks and padding left out: the page's own and the recent window's. They are taken at that moment and
-stay, since a written page never changes. So they don't depend on how the tokens came in chunks.
+first page falls due, sinks and padding left out: the page's own and the recent window's. The variance of keys is the one
+around the mean of each `page_size` of them, as page means will leave it. The factors are made at that moment and stay, since
+a written page never changes. So they don't depend on how the tokens came in chunks.
 """
 
 from __future__ import annotations

@@ -321,7 +321,9 @@ class TurboQuantLayer(CacheLayerMixin):
         if not self.table.is_static and self.packed_end > max(self.table.row_starts) + sinks:
             return  # every row has its first page, and with it its factors
         if query is not None:
-            query = query.detach() if query.shape[2] == key.shape[2] else None
+            query = query.detach()
+            if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
+                query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
         ops.observe(
             query,
             key,

@@ -50,8 +50,8 @@ _library.define(
     " float softcap, bool causal, SymInt max_entries) -> Tensor"
 )
 _library.define(
-    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep, str layout,"
-    " int recent_window, SymInt max_due) -> ()"
+    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep,"
+    " str layout, int recent_window, SymInt max_due) -> ()"
 )
 _library.define(
     "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"

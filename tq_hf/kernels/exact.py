@@ -65,8 +65,8 @@ def attend_exact(
             row = i_bh.to(tl.int64) * columns + column
             p_plain_rows = None if p_plain is None else p_plain + row * KEY_PADDED
             p_factors = None if p_balance is None else p_balance + i_bh.to(tl.int64) * KEY_DIM
-            prepare_query(query, inside, p_factors, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling,
-                          softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
+            prepare_query(query, inside, p_factors, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row,
+                          scaling, softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
     else:
         length = tl.load(p_counters)
         packed_end = tl.load(p_counters + 1)

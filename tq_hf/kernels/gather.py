@@ -158,13 +158,14 @@ def unpack_pages(
     if i_part % 2 == 0:
         p_factors = None if p_balance is None else p_balance + (i_b * heads + i_h) * KEY_DIM
         unpack_vectors(
-            p_out_key + row * KEY_DIM, live, p_group, p_metadata, p_mean, p_factors, p_key_signs, p_key_levels, KEY_DIM, KEY_PADDED,
-            KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False, CENTER_KEYS,
+            p_out_key + row * KEY_DIM, live, p_group, p_metadata, p_mean, p_factors, p_key_signs, p_key_levels, KEY_DIM,
+            KEY_PADDED, KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False, CENTER_KEYS,
         )  # fmt: skip
     else:
         unpack_vectors(
-            p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, None, p_value_signs, p_value_levels,
-            VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES, False,
+            p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, None, p_value_signs,
+            p_value_levels, VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
+            VALUE_HALVES, False,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Statistics for the balance of key channels (`tq_hf.conditioning`): one program a KV head, which leaves once it is known."""
+"""Statistics for the balance of key channels (`tq_hf.conditioning`): a program a KV head, which leaves once it is known."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def observe_tokens(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, B)."""
-    i_h, i_b = tl.program_id(0), tl.program_id(1)
-    head = (i_b * tl.num_programs(0) + i_h) * DIM
+    """Grid (1, H, B), as `store.token_rows` expects."""
+    i_h, i_b = tl.program_id(1), tl.program_id(2)
+    head = (i_b * tl.num_programs(1) + i_h) * DIM
     if tl.load(p_balance + head) != 0:
         return
     length = tl.load(p_counters)
@@ -66,29 +66,30 @@ def observe_tokens(
         for position in range(tl.maximum(length, first), last):  # one by one: the sum is the same for all chunks
             p_token = p_heads + (position - length).to(tl.int64) * stride_qt
             mask = (i_g < GROUP)[:, None] & inside[None, :]
-            if p_keep is not None:
-                mask = mask & (tl.load(p_keep + keep_row + position) != 0)
             x = tl.load(p_token[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            finite = tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0  # infinities and NaN times zero are NaN
-            energy += tl.where(finite, tl.sum(x * x, 0), 0.0)
+            counts = tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0  # infinities and NaN times zero are NaN
+            if p_keep is not None:
+                counts = counts & (tl.load(p_keep + keep_row + position) != 0)
+            energy += tl.where(counts, tl.sum(x * x, 0), 0.0)
     tl.store(p_energy + head + d, energy, mask=inside)
     if page_end + window > length + n:
         return
     slots = window + PAGE
-    total = tl.zeros([BLOCK], tl.float32)
-    count = 0
-    for start in range(first, last, 32):
-        x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
-                                 slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
-        total += tl.sum(x, 0)
-        count += tl.sum(counts.to(tl.int32), 0)
-    mean = total / tl.maximum(count, 1)
     spread = tl.zeros([BLOCK], tl.float32)
-    for start in range(first, last, 32):
-        x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
-                                 slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
-        x = tl.where(counts[:, None], x - mean[None, :], 0.0)
-        spread += tl.sum(x * x, 0)
+    for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
+        total = tl.zeros([BLOCK], tl.float32)
+        count = 0
+        for start in range(block, block + PAGE, 32):
+            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
+                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            total += tl.sum(x, 0)
+            count += tl.sum(counts.to(tl.int32), 0)
+        mean = total / tl.maximum(count, 1)
+        for start in range(block, block + PAGE, 32):
+            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
+                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+            spread += tl.sum(x * x, 0)
     tl.store(p_balance + head + d, balance_factors(energy, spread, inside, DIM), mask=inside)
 
 
@@ -117,8 +118,10 @@ def observe(
         query = query.contiguous()
     keep = keep_bytes(keep)
     with on_device(key.device):
-        observe_tokens[(heads, batch)](
+        observe_tokens[(1, heads, batch)](
             query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
-            *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3], 0 if keep is None else keep.stride(0),
-            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim, BLOCK=block_dim(dim), num_warps=4,
+            *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
+            0 if keep is None else keep.stride(0),
+            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim, BLOCK=block_dim(dim),
+            num_warps=4,
         )  # fmt: skip

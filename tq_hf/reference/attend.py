@@ -1,7 +1,7 @@
 """Attention over a packed layer: an online softmax over tiles of its history, in fp32.
 
-Keys are never rotated back: the query is balanced and rotated once, and a page's mean key adds one product a page. Rotated values
-are summed in rotated coordinates and rotated back once.
+Keys are never rotated back: the query is balanced and rotated once, and a page's mean key adds one product a page. Rotated
+values are summed in rotated coordinates and rotated back once.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def observe(
     """Before `commit` of the same tokens: for rows without factors, add up queries; where a first page is due, make them.
 
     In place: `query_energy`, then `balance`. Counted are the tokens from `row_start + sinks` to the recent window behind
-    the row's first page, except those that `keep` leaves out, and those whose key (or query) is not finite among the keys (or
-    queries). Energies are added token by token, so that chunks of any size give the same sums.
+    the row's first page, except those that `keep` leaves out, and keys and queries that are not finite.
+    Energies are added token by token, so that chunks of any size give the same sums.
 
     Args:
         query: `[B, Hq, n, D]`, the queries at the new tokens' positions, or None if nobody has seen them.
@@ -54,13 +54,15 @@ def observe(
                     query_energy[row] += token.square().sum(1).masked_fill(~finite.unsqueeze(-1), 0)
         if page_end > due_end:
             continue
-        slots = torch.arange(first, max(first, min(last, length)), device=key.device) % ring_key.shape[2]
-        new = key[row, :, max(first - length, 0) : max(last - length, 0)]
-        keys = torch.cat((ring_key[row].index_select(1, slots), new.to(ring_key.dtype)), 1).float()  # [H, T, D]
-        counted = keys.isfinite().all(-1, keepdim=True)
-        if kept is not None:
-            counted &= kept[first:last, None]
-        keys = keys.masked_fill(~counted, 0)
-        mean = keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
-        spread = (keys - mean).masked_fill(~counted, 0).square().sum(1)
+        spread = torch.zeros_like(query_energy[row])
+        for start in range(page_end - page_size, last, page_size):  # what a page's mean leaves is what is quantized
+            at = torch.arange(max(start, first), min(start + page_size, last), device=key.device)
+            kept_keys = ring_key[row].index_select(1, at[at < length] % ring_key.shape[2])
+            keys = torch.cat((kept_keys, key[row].index_select(1, at[at >= length] - length)), 1).float()  # [H, T, D]
+            counted = keys.isfinite().all(-1, keepdim=True)
+            if kept is not None:
+                counted &= kept[at, None]
+            keys = keys.masked_fill(~counted, 0)
+            mean = keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
+            spread += (keys - mean).masked_fill(~counted, 0).square().sum(1)
         balance[row] = balance_factors(query_energy[row], spread)
