@@ -163,7 +163,7 @@ PRESETS: dict[str, TurboQuantConfig] = {
     "k3v4_nc": _published("lloyd_max", 3, 4),
     "3bit_nc": _published("lloyd_max", 3, 3),
     # The two quantizers of the paper itself (https://arxiv.org/abs/2504.19874), with the widths, the values and the window
-    # of its `turboquant` package: one minimizes the error of a key, the other gives unbiased scores.
+    # of the `turboquant` package: one minimizes the error of a key, the other gives unbiased scores.
     "paper_mse": _paper("lloyd_max"),
     "paper_prod": _paper("qjl"),
     # The model's own dtype in the same pages: for exact tests of everything but the quantizer.

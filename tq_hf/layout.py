@@ -193,12 +193,10 @@ class PageLayout:
     def metadata(self) -> tuple[str, ...]:
         """The fp16 fields each token has, in their order in the group."""
         key = {"lloyd_max": ("key_scale",), "qjl": ("key_scale", "key_residual")}.get(self.key_format, ())
+        value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min")}.get(self.value_format, ())
         if self.value_format == "grouped":
-            value: tuple[str, ...] = ()
             for i in range(self.value_dim_padded // VALUE_GROUP_DIMS):
                 value += (f"value_scale_{i}", f"value_min_{i}")
-        else:
-            value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min"), "raw": ()}[self.value_format]
         return key + value
 
     def metadata_offset(self, field: str, token: int = 0) -> int:
@@ -259,4 +257,3 @@ def lane_word_offset(lane: int, word: int, words_per_lane: int) -> int:
     if word < 4 * quads:
         return 128 * (word // 4) + 4 * lane + word % 4
     return 128 * quads + lane * (words_per_lane - 4 * quads) + (word - 4 * quads)
-

@@ -42,5 +42,6 @@ def _sketch_matrix(dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64, device="cpu")
-        mean_length = math.sqrt(2) * math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2))  # of the chi distribution
+        # The mean of the chi distribution.
+        mean_length = math.sqrt(2) * math.exp(math.lgamma((dim + 1) / 2) - math.lgamma(dim / 2))
         return (gaussian * (mean_length / gaussian.norm(dim=1).mean())).float().to(device)

@@ -2,7 +2,7 @@
 
 Source of the scheme: TurboQuant, https://arxiv.org/abs/2504.19874; here with the norm correction folded into the stored
 scale (`norm_correction`), and with the mean of a page's keys kept apart (`center_keys`). `qjl` keys are the paper's own form
-with unbiased inner products, and `grouped` values those of its `turboquant` package.
+with unbiased inner products, and `grouped` values those of the `turboquant` package.
 """
 
 from __future__ import annotations

@@ -203,7 +203,8 @@ def sink_slots(row_start: Tensor, sinks: int, start: int, end: int) -> tuple[Ten
 
 def _pages_at_once(heads: int, layout: PageLayout) -> int:
     """Pages of all `heads` (rows times heads) that one tile may hold; at least one."""
-    widest = max(layout.key_dim_padded, layout.value_dim_padded)
+    key_parts = 2 if layout.key_format == "qjl" else 1
+    widest = max(key_parts * layout.key_dim_padded, layout.value_dim_padded)
     tokens = min(TILE_TOKENS, TILE_ELEMENTS // (heads * widest))
     return max(1, tokens // layout.page_size)
 
