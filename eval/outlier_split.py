@@ -42,19 +42,26 @@ class Conditioning:
     value_order: Tensor
 
 
-def condition(query_energy: Tensor, key: Tensor, value: Tensor, balanced: bool) -> Conditioning:
+def condition(query_energy: Tensor, key: Tensor, value: Tensor, page_size: int, balanced: bool) -> Conditioning:
     """Channel statistics of a sequence's first tokens.
 
     Args:
         query_energy: fp32 [B, H, D], the sum of squares of the queries that read a KV head.
         key, value: [B, H, n, D / Dv].
+        page_size: how many of them share a mean, which the variance of keys is taken around.
         balanced: whether keys are balanced (`tq_hf.conditioning`).
     """
-    key_spread, value_spread = (x.float().var(2, correction=0) * x.shape[2] for x in (key, value))
+    key_spread = torch.stack([_spread(page) for page in key.float().split(page_size, 2)]).sum(0)
+    value_spread = _spread(value.float())
     balance = balance_factors(query_energy, key_spread)[:, :, None, None] if balanced else None
     importance = query_energy * key_spread
     key_order, value_order = (x.argsort(-1, descending=True)[:, :, None, None] for x in (importance, value_spread))
     return Conditioning(balance, key_order, value_order)
+
+
+def _spread(vectors: Tensor) -> Tensor:
+    """[B, H, n, D]: the sum over n of the squared distance from the mean, [B, H, D]."""
+    return (vectors - vectors.mean(2, keepdim=True)).square().sum(2)
 
 
 def pages_as_read(

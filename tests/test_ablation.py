@@ -23,7 +23,7 @@ from eval.settings import Setting
 from eval.text import read_text, windows
 from tests import tiny_models
 from tests.tiny_models import prompt
-from tq_hf import PRESETS
+from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.commands import RequestError
 from tq_hf.comparison import cache_argument, first_page_tokens, score_texts, text_chunks
 
@@ -184,7 +184,7 @@ def test_the_grid_is_sound() -> None:
     assert settings.select(["all"], []) == grid
     assert settings.select(["keys"], []) == shown["keys"]
     assert {setting.name for setting in shown["window"]} >= {"tq3", "tq3, recent_window=256"}
-    packed = [setting.config for setting in grid if setting.split is None]
+    packed = [(setting.config, setting.at_once) for setting in grid if setting.split is None]
     assert len(set(packed)) == len(packed)  # no setting is measured under two names
     with pytest.raises(ValueError, match="setting 'tq9' is unknown: expected one of 'tq4'"):
         settings.select([], ["tq3", "tq9"])
@@ -384,3 +384,35 @@ def test_the_script_runs_from_anywhere() -> None:
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: group 'colour' is unknown") and done.stderr.count("\n") == 1
+
+
+def test_at_once_every_query_reads_packed_states(sharp_model: Any) -> None:
+    """The exact states of a chunk play no part: it reads what the pages give back, causally and its own tokens included."""
+    setting = named("4bit_nc, as published")
+    config = replace(setting.config, page_size=32, boundary_layers=0)
+    ids = prompt(2, 96)
+    cache = replace(setting, config=config).new_cache(sharp_model.config)
+    sharp_model.set_attn_implementation("turboquant")
+    with torch.no_grad():
+        logits = torch.cat([sharp_model(part, past_key_values=cache).logits for part in ids.split(32, 1)], 1)
+        one_page = sharp_model(ids[:, :32], past_key_values=replace(setting, config=config).new_cache(sharp_model.config))
+        exact = sharp_model(ids).logits
+    assert cache.report().exact_tokens == 0
+    assert torch.allclose(one_page.logits, logits[:, :32], atol=1e-5)
+    # The very first token reads itself, which an exact window would have kept.
+    assert not torch.allclose(logits[:, 0], exact[:, 0], atol=1e-3)
+    assert (logits - exact).norm() < 0.5 * exact.norm()
+    raw = replace(setting, config=TurboQuantConfig("raw", 16, "raw", 16, page_size=32)).new_cache(sharp_model.config)
+    with torch.no_grad():
+        same = torch.cat([sharp_model(part, past_key_values=raw).logits for part in ids.split(32, 1)], 1)
+    torch.testing.assert_close(same, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_at_once_refuses_exact_tokens_and_parts_of_pages(sharp_model: Any) -> None:
+    setting = named("4bit_nc, as published")
+    with pytest.raises(ValueError, match="recent_window=64"):
+        replace(setting, config=replace(setting.config, recent_window=64)).new_cache(sharp_model.config)
+    cache = setting.new_cache(sharp_model.config)
+    sharp_model.set_attn_implementation("turboquant")
+    with pytest.raises(ValueError, match="6 tokens do not fill a page: feed chunks of 64"):
+        sharp_model(prompt(1, 70), past_key_values=cache)
