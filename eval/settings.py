@@ -18,8 +18,8 @@ OWN = ("tq4", "tq3", "tq3v2", "tq2")
 PUBLISHED = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 PAPER = ("paper_mse", "paper_prod")
 ABLATED = ("tq3", "tq2")  # what single changes are made to
-GROUPS = ("presets", "keys", "values", "codebook", "window", "sinks", "page", "layers", "width", "split")
-OUR_EXACT = {"recent_window": 64, "sink_tokens": 4}
+GROUPS = ("presets", "keys", "values", "scale", "codebook", "window", "sinks", "page", "layers", "width", "split")
+OUR_EXACT = {"page_size": 32, "recent_window": 128, "sink_tokens": 4}  # those of tq3
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _changed(base: str, name: str, group: str | tuple[str, ...], reason: str, **
 
 
 def _presets() -> Iterable[Setting]:
-    yield Setting("tq4", ("presets", "values", "codebook", "width"), "our default", PRESETS["tq4"])
+    yield Setting("tq4", ("presets", "values", "scale", "codebook", "page", "width"), "our default", PRESETS["tq4"])
     yield Setting("tq3v2", ("presets", "width", "split"), "ours: values lose less than keys", PRESETS["tq3v2"])
     for name in ABLATED:
         yield Setting(name, GROUPS, "ours: what single changes are made to", PRESETS[name])
@@ -120,6 +120,8 @@ def _values() -> Iterable[Setting]:
         yield _changed(
             base, f"{base}, min/max values", "values", "published values: a minimum and no rotation", **changes
         )
+        why = "what scales fitted to scores and sums of values are worth"
+        yield _changed(base, f"{base}, norm-corrected scales", "scale", why, scale="norm_corrected")
         for codebook in ("gaussian", "beta"):
             why = "what the 8-bit grid of levels costs"
             yield _changed(base, f"{base}, {codebook} codebook", "codebook", why, codebook=codebook)
@@ -127,19 +129,21 @@ def _values() -> Iterable[Setting]:
 
 def _exact_tokens() -> Iterable[Setting]:
     sweeps = (
-        ("window", "recent_window", (0, 32, 128, 256), "how many recent tokens to keep exact"),
+        ("window", "recent_window", (0, 32, 64, 256), "how many recent tokens to keep exact"),
         ("sinks", "sink_tokens", (0, 1, 16), "how many first tokens to keep exact"),
-        ("page", "page_size", (32, 128, 256), "tokens that share a mean: fewer follow it better and cost more header"),
+        ("page", "page_size", (64, 128, 256), "tokens that share a mean: fewer follow it better and cost more header"),
         ("layers", "boundary_layers", (1, 2), "whether exact layers at both ends are worth their bytes"),
     )
     for base in ABLATED:
         for group, field, values, why in sweeps:
             for value in values:
                 yield _changed(base, f"{base}, {field}={value}", group, why, **{field: value})
-        for window in (96, 128):
-            changes = {"page_size": 32, "recent_window": window}
-            why = "small pages and a longer window"
-            yield _changed(base, f"{base}, page_size=32, recent_window={window}", "page", why, **changes)
+        changes = {"page_size": 64, "recent_window": 64}
+        why = "the pages and the window of tq4"
+        yield _changed(base, f"{base}, page_size=64, recent_window=64", "page", why, **changes)
+    changes = {"page_size": 32, "recent_window": 128}
+    why = "the pages and the window of tq3"
+    yield _changed("tq4", "tq4, page_size=32, recent_window=128", "page", why, **changes)
 
 
 def _widths() -> Iterable[Setting]:

@@ -113,7 +113,7 @@ def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[
         "entries": torch.stack([starts, torch.full_like(starts, page)], 1).int(),
         "row_start": row_start.int(),
         "counters": torch.tensor([0, sinks, 0], dtype=torch.int32, device=device),
-        "balance": normal(rows, heads, case.dim).exp() if config.balance_keys else None,
+        "balance": normal(rows, heads, case.dim).div(2).exp() if config.balance_keys else None,
     }
     total = case.length + (case.queries if case.new < 0 else case.new)
     key = ((normal(rows, heads, total, case.dim) + normal(1, heads, 1, case.dim)) * case.key_size).to(case.dtype)

@@ -99,6 +99,6 @@ def test_fields_go_in_pairs() -> None:
 def test_a_name_stands_for_the_layout(preset: str) -> None:
     layout = PRESETS[preset].layout(96, 64, torch.float32)
     assert PageLayout.from_name(layout.name) == layout
-    for change in ({"rotation": "qr"}, {"norm_correction": False}):
+    for change in ({"rotation": "qr"}, {"scale": "norm"}):
         other = replace(layout, **change)
         assert PageLayout.from_name(other.name) == other

@@ -43,7 +43,7 @@ def test_bits_can_be_overridden(preset: str) -> None:
     cache = TurboQuantCache(CONFIG, preset=preset, key_bits=4, value_bits=4)
     settings = cache.quantization
     assert (settings.key_bits, settings.value_bits, settings.recent_window) == (4, 4, 128)
-    assert (settings.rotation, settings.codebook, settings.norm_correction) == ("qr", "beta", False)
+    assert (settings.rotation, settings.codebook, settings.scale) == ("qr", "beta", "norm")
     assert (settings.sink_tokens, settings.boundary_layers, settings.center_keys) == (0, 0, False)
     assert len(cache.packed_layers) == 2
 
@@ -51,7 +51,7 @@ def test_bits_can_be_overridden(preset: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "paper_prod", "norm_correction": True}, "norm_correction=True would bias.*norm_correction=False"),
+        ({"preset": "paper_prod", "scale": "norm_corrected"}, "scale='norm_corrected' would bias.*scale='norm'"),
         (
             {"preset": "paper_prod", "key_bits": 5},
             r"key_bits=5 does not fit key_format='qjl': expected one of \(2, 3, 4\)",
@@ -61,8 +61,8 @@ def test_bits_can_be_overridden(preset: str) -> None:
         ({"preset": "paper_prod", "balance_keys": True}, "balance_keys=True needs"),
         ({"preset": "paper_prod", "key_bits": 2, "codebook": "int8_grid"}, "codebook='int8_grid' has no 1-bit levels"),
         ({"rotation": "dct"}, r"rotation='dct' is unknown: expected one of \('hadamard', 'qr'\)"),
-        ({"norm_correction": "no"}, "norm_correction='no' is not allowed: expected True or False"),
-        ({"key_format": "qjl", "center_keys": False, "balance_keys": False}, "norm_correction=True would bias"),
+        ({"scale": "no"}, "scale='no' is unknown: expected one of"),
+        ({"key_format": "qjl", "center_keys": False, "balance_keys": False}, "scale='norm_corrected' would bias"),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
@@ -71,7 +71,7 @@ def test_combinations_that_mean_nothing_are_refused(options: dict[str, Any], mes
 
 
 def test_the_layout_refuses_them_too() -> None:
-    with pytest.raises(ValueError, match="norm_correction=True would bias"):
+    with pytest.raises(ValueError, match="scale='norm_corrected' would bias"):
         PageLayout(64, 64, 64, "qjl", 3, "grouped", 2, False, "beta")
     with pytest.raises(ValueError, match="rotation='dct'"):
         PageLayout(64, 64, 64, "lloyd_max", 3, "grouped", 2, False, "beta", "dct")
@@ -126,11 +126,11 @@ def test_groups_of_values_written_by_hand() -> None:
 
 def test_without_norm_correction_the_scale_is_the_norm() -> None:
     key = vectors(32, 64) * torch.linspace(0.1, 5, 32).unsqueeze(-1)
-    for norm_correction in (False, True):
-        config = TurboQuantConfig.from_preset("paper_mse", page_size=32, norm_correction=norm_correction)
+    for scale in ("norm", "norm_corrected"):
+        config = TurboQuantConfig.from_preset("paper_mse", page_size=32, scale=scale)
         page = unpack_page(encoded(key, key, config.layout(64, 64, torch.float32))[0], _layout(config), torch.float32)
         assert page.key_scale is not None
-        length = 8.0 if not norm_correction else page.key.norm(dim=-1)
+        length = 8.0 if scale == "norm" else page.key.norm(dim=-1)
         torch.testing.assert_close(page.key_scale * length, key.norm(dim=-1), rtol=2**-10, atol=0)
 
 
@@ -198,7 +198,7 @@ def test_attention_is_that_over_what_gathering_gives(
 
 @pytest.mark.parametrize("preset", ["tq4", "3bit_nc"])
 def test_any_preset_can_take_the_random_rotation(preset: str) -> None:
-    config = TurboQuantConfig.from_preset(preset, rotation="qr", norm_correction=False)
+    config = TurboQuantConfig.from_preset(preset, rotation="qr", scale="norm")
     state = PackedState(config, dim=80, row_start=(0, 5))
     key, value = state.tokens(300)
     state.commit(key, value)
@@ -253,9 +253,9 @@ def test_only_the_papers_own_options_lack_kernels() -> None:
     assert KERNEL_PRESETS == [name for name in PRESETS if name not in PAPER]
     for name, change, expected in [
         ("tq4", {"rotation": "qr"}, False),
-        ("tq4", {"norm_correction": False}, False),
+        ("tq4", {"scale": "norm"}, False),
         ("tq4", {"value_format": "grouped"}, False),
-        ("k8v4", {"rotation": "qr", "norm_correction": False}, True),  # nothing is rotated, and no norm is stored
+        ("k8v4", {"rotation": "qr", "scale": "norm"}, True),  # nothing is rotated, and no norm is stored
         ("k8v4", {"value_format": "lloyd_max", "rotation": "qr"}, False),
         ("raw", {"rotation": "qr"}, True),
     ]:

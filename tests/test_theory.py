@@ -98,7 +98,7 @@ class TestDistortion:
     @pytest.mark.parametrize("bits", BITS)
     def test_norm_correction(self, bits: int, rotation: str) -> None:
         """Restoring the norm of the image leaves 2 - 2 sqrt(1 - D), but for terms of order D / dim."""
-        key, image, _ = through_pages("paper_mse", bits, 128, 8192, norm_correction=True, rotation=rotation)
+        key, image, _ = through_pages("paper_mse", bits, 128, 8192, scale="norm_corrected", rotation=rotation)
         error, uncertainty = mean_and_error((key - image).square().sum(-1))
         expected = 2 - 2 * math.sqrt(1 - distortion(bits, 128, "beta"))
         assert error == pytest.approx(expected, abs=4 * uncertainty + 3 / 128 * expected)

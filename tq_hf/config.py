@@ -31,7 +31,8 @@ class TurboQuantConfig:
         codebook: Lloyd-Max levels: `"gaussian"` for N(0, 1/d), `"beta"` for the exact marginal of a unit vector's
             coordinate, `"int8_grid"` for Gaussian levels on an 8-bit grid that integer tensor cores can multiply.
         rotation: what rotates `lloyd_max` and `qjl` vectors: `"hadamard"`, or `"qr"` (a random orthogonal matrix).
-        norm_correction: store with a `lloyd_max` key the scale that restores its norm; False: the norm, as in the paper.
+        scale: what is stored as a `lloyd_max` vector's scale: `"fitted"` (least harm to scores and to sums of values),
+            `"norm_corrected"` (restores the norm), or `"norm"` (the paper's), see `PageLayout`.
         page_size: tokens packed at once: 32, 64, 128 or 256.
         recent_window: the newest tokens that stay exact, at least; a page is packed when all its tokens are older.
         sink_tokens: the first tokens of each sequence that stay exact for good (padding not counted).
@@ -49,7 +50,7 @@ class TurboQuantConfig:
     balance_keys: bool = False
     codebook: str = "gaussian"
     rotation: str = "hadamard"
-    norm_correction: bool = True
+    scale: str = "norm_corrected"
     page_size: int = 64
     recent_window: int = 0
     sink_tokens: int = 0
@@ -67,7 +68,7 @@ class TurboQuantConfig:
             raise ValueError(f"balance_keys=True needs key_format='lloyd_max', not {self.key_format!r}.")
         if self.codebook not in CODEBOOKS:
             raise ValueError(f"codebook={self.codebook!r} is unknown: expected one of {CODEBOOKS}.")
-        require_rotation(self.rotation, self.norm_correction, self.key_format)
+        require_rotation(self.rotation, self.scale, self.key_format)
         if self.codebook == "int8_grid" and self.key_format == "qjl" and self.key_bits == 2:
             raise ValueError(
                 "codebook='int8_grid' has no 1-bit levels, which key_format='qjl' takes with key_bits=2: expected"
@@ -116,11 +117,11 @@ class TurboQuantConfig:
             center_keys=self.center_keys,
             codebook=self.codebook,
             rotation=self.rotation,
-            norm_correction=self.norm_correction,
+            scale=self.scale,
         )
 
 
-def _own(key_bits: int, value_bits: int) -> TurboQuantConfig:
+def _own(key_bits: int, value_bits: int, page_size: int = 32, recent_window: int = 128) -> TurboQuantConfig:
     return TurboQuantConfig(
         key_format="lloyd_max",
         key_bits=key_bits,
@@ -129,7 +130,9 @@ def _own(key_bits: int, value_bits: int) -> TurboQuantConfig:
         center_keys=True,
         balance_keys=True,
         codebook="int8_grid",
-        recent_window=64,
+        scale="fitted",
+        page_size=page_size,
+        recent_window=recent_window,
         sink_tokens=4,
     )
 
@@ -146,14 +149,15 @@ def _paper(key_format: str) -> TurboQuantConfig:
         value_bits=2,
         codebook="beta",
         rotation="qr",
-        norm_correction=False,
+        scale="norm",
         recent_window=128,
     )
 
 
 PRESETS: dict[str, TurboQuantConfig] = {
-    # This project's own: centred keys, rotated Lloyd-Max values, exact window and sinks, no layer left out.
-    "tq4": _own(4, 4),
+    # This project's own: centred and balanced keys, rotated Lloyd-Max values, exact window and sinks, no layer left out.
+    # Fewer bits gain more from smaller pages and a longer window.
+    "tq4": _own(4, 4, page_size=64, recent_window=64),
     "tq3": _own(3, 3),
     "tq3v2": _own(3, 2),
     "tq2": _own(2, 2),

@@ -194,7 +194,7 @@ class TurboQuantLayer(CacheLayerMixin):
             raise ValueError(
                 f"max_cache_len={self.table.max_cache_len} on {key.device} needs Triton kernels, and there are none for"
                 f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
-                f" norm_correction={layout.norm_correction}: leave max_cache_len out, choose another preset, or run on"
+                f" scale={layout.scale!r}: leave max_cache_len out, choose another preset, or run on"
                 " the CPU."
             )
         return layout

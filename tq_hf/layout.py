@@ -53,6 +53,7 @@ KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "qjl": (2, 3, 4), "fp8": (8,), "raw": (16,
 VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "grouped": (2, 3, 4), "raw": (16, 32)}
 VALUE_GROUP_DIMS = 32  # the dimensions of a `grouped` vector that share a scale and a minimum
 ROTATIONS = ("hadamard", "qr")
+SCALES = ("norm", "norm_corrected", "fitted")
 # The bits of a layer's `flags`: a vector that was stored as zero, or a number clamped to its stored format.
 NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
@@ -89,16 +90,15 @@ def require_page(page_size: int, center_keys: bool, key_format: str) -> None:
         raise ValueError(f"page_size={page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
 
 
-def require_rotation(rotation: str, norm_correction: bool, key_format: str) -> None:
+def require_rotation(rotation: str, scale: str, key_format: str) -> None:
     """Raise `ValueError` unless vectors can be rotated so, and keys of this format scaled so."""
     if rotation not in ROTATIONS:
         raise ValueError(f"rotation={rotation!r} is unknown: expected one of {ROTATIONS}.")
-    if type(norm_correction) is not bool:
-        raise ValueError(f"norm_correction={norm_correction!r} is not allowed: expected True or False.")
-    if norm_correction and key_format == "qjl":
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale!r} is unknown: expected one of {SCALES}.")
+    if scale != "norm" and key_format == "qjl":
         raise ValueError(
-            "norm_correction=True would bias the scores of key_format='qjl', which are unbiased without it: pass"
-            " norm_correction=False."
+            f"scale={scale!r} would bias the scores of key_format='qjl', which are unbiased without it: pass scale='norm'."
         )
 
 
@@ -116,8 +116,11 @@ class PageLayout:
         center_keys: whether the page starts with the mean of its keys.
         codebook: which Lloyd-Max levels the codes index: `"gaussian"`, `"beta"` or `"int8_grid"`.
         rotation: the matrix that rotates what is rotated: `"hadamard"` or `"qr"`.
-        norm_correction: whether a key scale restores the key's norm, or is the norm over sqrt(padded dim): the levels
-            are means of their cells, so that they alone are shorter. `lloyd_max` keys only; values are always restored.
+        scale: what a `lloyd_max` vector's stored scale does. Levels are means of their cells, so they alone are too short.
+            `"norm_corrected"`: restores the vector's norm. `"fitted"`: a value's image projects onto the value as long as
+            it is, which leaves sums of values unbiased (EDEN, https://proceedings.mlr.press/v162/vargaftik22a.html); a
+            key gets the geometric mean of that and the norm correction, as noisy scores weigh more under the softmax's
+            exponential. `"norm"`: a key keeps its norm over sqrt(padded dim), as in the paper; values are corrected.
 
     Raises:
         ValueError: a dimension, page size, format or width that has no layout.
@@ -133,7 +136,7 @@ class PageLayout:
     center_keys: bool
     codebook: str
     rotation: str = "hadamard"
-    norm_correction: bool = True
+    scale: str = "norm_corrected"
 
     def __post_init__(self) -> None:
         for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
@@ -145,7 +148,7 @@ class PageLayout:
         require_format("key", self.key_format, self.key_bits)
         require_format("value", self.value_format, self.value_bits)
         require_page(self.page_size, self.center_keys, self.key_format)
-        require_rotation(self.rotation, self.norm_correction, self.key_format)
+        require_rotation(self.rotation, self.scale, self.key_format)
 
     # -- names: an op of torch.library takes a layout as a string ----------------------------------------------------
     @property
@@ -157,10 +160,8 @@ class PageLayout:
     @lru_cache(maxsize=None)
     def from_name(name: str) -> PageLayout:
         """The layout that `name` describes (cached: ops call this at every step)."""
-        kd, vd, page, kf, kb, vf, vb, center, codebook, rotation, norm = name.split(",")
-        return PageLayout(
-            int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, norm == "1"
-        )
+        kd, vd, page, kf, kb, vf, vb, center, codebook, rotation, scale = name.split(",")
+        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, scale)
 
     # -- dimensions --------------------------------------------------------------------------------------------------
     @property

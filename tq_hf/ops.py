@@ -98,7 +98,7 @@ def has_kernels(layout: str) -> bool:
         return False
     if page.rotation != "hadamard" and (page.rotates_keys or page.rotates_values):
         return False
-    return page.norm_correction or page.key_format != "lloyd_max"
+    return page.scale != "norm" or page.key_format != "lloyd_max"
 
 
 def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,25 +36,24 @@ def prepare_query(query, inside, p_factors, p_signs, p_rotated, p_plain, p_facto
     x = query.to(tl.float32)
     d = tl.arange(0, BLOCK)
     squares = tl.sum(x * x, 1)
-    if p_factors is None:
-        operand = query
-    else:
-        operand = x / load_factors(p_factors, d, DIM)[None, :]
-        squares = tl.maximum(squares, tl.sum(operand * operand, 1))
+    balanced = x
+    if p_factors is not None:
+        balanced = x / load_factors(p_factors, d, DIM)[None, :]
+        squares = tl.maximum(squares, tl.sum(balanced * balanced, 1))
     above, inverse = power_of_two_above(tl.sqrt(squares))
     factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
     tl.store(p_factor, factor * 256 if FP8 else factor, mask=inside)
     store = inside[:, None] & (d < PADDED)[None, :]
-    scaled = x * inverse[:, None]
     if p_plain is not None:
-        tl.store(p_plain[:, None] + d[None, :], scaled.to(tl.float16), mask=store)
+        tl.store(p_plain[:, None] + d[None, :], (x * inverse[:, None]).to(tl.float16), mask=store)
+    balanced *= inverse[:, None]
     if p_signs is None:
-        tl.store(p_rotated[:, None] + d[None, :], scaled.to(p_rotated.dtype.element_ty), mask=store)
+        tl.store(p_rotated[:, None] + d[None, :], balanced.to(p_rotated.dtype.element_ty), mask=store)
     else:
+        high = balanced.to(tl.float16)  # with the rest, 22 bits of the query; products with signs are exact
+        rest = (balanced - high.to(tl.float32)).to(tl.float16)
         for first in range(0, PADDED, 32):
             k = first + tl.arange(0, 32)
-            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(
-                operand.dtype
-            )  # [32, BLOCK]; products are exact
-            y = tl.dot(operand, signs.trans(1, 0), input_precision="tf32x3") * (inverse * PADDED**-0.5)[:, None]
+            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(tl.float16).trans(1, 0)  # [BLOCK, 32]
+            y = tl.dot(rest, signs, tl.dot(high, signs)) * PADDED**-0.5
             tl.store(p_rotated[:, None] + k[None, :], y.to(p_rotated.dtype.element_ty), mask=inside[:, None])

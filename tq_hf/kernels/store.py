@@ -162,7 +162,7 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, SIG
 def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
                  FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, HALVES: tl.constexpr,
-                 EXACT: tl.constexpr):  # fmt: skip
+                 EXACT: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
     """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
 
     EXACT says that x, scaled by a power of two, is exact in fp16.
@@ -184,18 +184,25 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             is_rest = (tl.arange(0, 2) == 1)[None, :, None]
             operand = tl.where(is_rest, rest[:, None, :], operand[:, None, :]).reshape(32, 2 * BLOCK)
         squares = tl.zeros([32, 32], tl.int32)
+        projection = tl.zeros([32, 32], tl.float32)
         k = tl.arange(0, BLOCK if EXACT else 2 * BLOCK)[:, None] % BLOCK
         n = tl.arange(0, 32)[None, :]
         for c in range(CHUNKS):
             y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
-            magnitude, square, sign = quantize(y * inverse[:, None], p_cells, HALF)
+            u = y * inverse[:, None]
+            magnitude, square, sign = quantize(u, p_cells, HALF)
             squares += square
+            if FITTED:
+                projection += tl.abs(u) * tl.sqrt(square.to(tl.float32))
             if BITS == 4:
                 codes = magnitude | (sign & 8)
             else:
                 codes = magnitude ^ HALF ^ (sign & (2 * HALF - 1))
             store_chunk(p_codes, codes, c, PADDED, BITS, BITS == 4, KEYS, HALVES)
         scale = norm / tl.sqrt(tl.sum(squares, 1).to(tl.float32) * 7.62939453125e-06)  # 2**-17
+        if FITTED:  # `layout.PageLayout.scale`
+            unbiased = norm * (362.0386719675123 * PADDED**0.5) / tl.maximum(tl.sum(projection, 1), 1e-30)  # 2**8.5
+            scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
         tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
         saturated = scale > FP16_MAX
     else:
@@ -243,7 +250,8 @@ def pack_pages(
     KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, VALUE_HALVES: tl.constexpr,
-    FIELDS: tl.constexpr, CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    FIELDS: tl.constexpr, FITTED: tl.constexpr, CENTER_KEYS: tl.constexpr,
+    PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
     HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2 * GROUPS * max_due, H, B): keys or values, group and due page; head; row."""
@@ -295,7 +303,7 @@ def pack_pages(
         saturated = pack_vectors(
             key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
             KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, False,
-            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS and p_balance is None,
+            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS and p_balance is None, FITTED,
         )  # fmt: skip
     else:
         value_rows = token_rows(
@@ -305,7 +313,7 @@ def pack_pages(
         saturated = pack_vectors(
             value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM,
             VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, VALUE_HALVES,
-            p_value.dtype.element_ty != tl.float32,
+            p_value.dtype.element_ty != tl.float32, FITTED,
         )  # fmt: skip
     dropped = tl.max((real & ~usable).to(tl.int32), 0)
     flags = (dropped << (i_part % 2)) | (tl.max(saturated.to(tl.int32), 0) << 2)
@@ -346,5 +354,5 @@ def launch_pack_pages(
     pack_pages[(2 * layout.groups * max_due, heads, batch)](
         key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *signs_and_cells,
         n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
-        0 if keep is None else keep.stride(0), **constants(layout), num_warps=warps(layout),
+        0 if keep is None else keep.stride(0), FITTED=layout.scale == "fitted", **constants(layout), num_warps=warps(layout),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """A page as vectors and as words: the quantizers, the page's mean key, and where both stand in the page.
 
 Source of the scheme: TurboQuant, https://arxiv.org/abs/2504.19874; here with the norm correction folded into the stored
-scale (`norm_correction`), and with the mean of a page's keys kept apart (`center_keys`). `qjl` keys are the paper's own form
-with unbiased inner products, and `grouped` values those of the `turboquant` package.
+scale (`PageLayout.scale`), and with the mean of a page's keys kept apart (`center_keys`). `qjl` keys are the paper's own
+form with unbiased inner products, and `grouped` values those of the `turboquant` package.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def decode_page(
 def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Codes `[..., P, padded]`, fp16 fields `[..., P]` and which tokens' fields saturated."""
     if layout.key_format == "lloyd_max":
-        return _lloyd_max(key, layout.key_bits, layout.key_dim_padded, layout, layout.norm_correction)
+        return _lloyd_max(key, layout.key_bits, layout.key_dim_padded, layout, is_key=True)
     if layout.key_format == "qjl":
         return _qjl(key, layout)
     extra = (0, layout.key_dim_padded - layout.key_dim)
@@ -181,7 +181,7 @@ def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor],
 
 def _encode_values(value: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
     if layout.value_format == "lloyd_max":
-        return _lloyd_max(value, layout.value_bits, layout.value_dim_padded, layout)
+        return _lloyd_max(value, layout.value_bits, layout.value_dim_padded, layout, is_key=False)
     if layout.value_format == "grouped":
         return _grouped(value, layout)
     extra = (0, layout.value_dim_padded - layout.value_dim)
@@ -200,16 +200,22 @@ def _center(key: Tensor, stored: Tensor, counted: Tensor) -> tuple[Tensor, Tenso
 
 
 def _lloyd_max(
-    vector: Tensor, bits: int, dim: int, layout: PageLayout, norm_correction: bool = True
+    vector: Tensor, bits: int, dim: int, layout: PageLayout, is_key: bool
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Rotate, scale to unit variance a coordinate, take the nearest level; the scale restores the vector's norm."""
+    """Rotate, scale to unit variance a coordinate, take the nearest level; `PageLayout.scale` says what goes with them."""
     vector = vector.float()
     norm = torch.linalg.vector_norm(vector, dim=-1)
-    codes = _nearest_levels(rotate(vector, dim, layout.rotation), norm, bits, layout.codebook)
-    if norm_correction:
-        scale = norm / torch.linalg.vector_norm(_look_up(codes, bits, dim, layout.codebook), dim=-1)
-    else:
+    rotated = rotate(vector, dim, layout.rotation)
+    codes = _nearest_levels(rotated, norm, bits, layout.codebook)
+    if layout.scale == "norm" and is_key:
         scale = norm / math.sqrt(dim)
+    else:
+        level = _look_up(codes, bits, dim, layout.codebook)
+        scale = norm / torch.linalg.vector_norm(level, dim=-1)
+        if layout.scale == "fitted":
+            unit = rotated / norm.clamp_min(1e-30).unsqueeze(-1)
+            unbiased = norm / (unit * level).sum(-1).clamp_min(1e-30)
+            scale = (scale * unbiased).sqrt() if is_key else unbiased
     return codes, [scale.clamp_max(FP16_MAX).half()], scale > FP16_MAX
 
 
