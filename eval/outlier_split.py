@@ -80,10 +80,11 @@ def pages_as_read(
     centred = key - mean
     if known.balance is not None:
         centred = centred * known.balance
-    centred = _as_read(centred, config.key_bits, config, known.key_order if split.keys else None)
+    centred = _as_read(centred, config.key_bits, config, known.key_order if split.keys else None, is_key=True)
     if known.balance is not None:
         centred = centred / known.balance
-    return centred + mean, _as_read(value, config.value_bits, config, known.value_order if split.values else None)
+    order = known.value_order if split.values else None
+    return centred + mean, _as_read(value, config.value_bits, config, order, is_key=False)
 
 
 def bytes_per_token(key_dim: int, value_dim: int, config: TurboQuantConfig, split: Split) -> float:
@@ -99,31 +100,35 @@ def _parts(dim: int, bits: int, is_split: bool) -> list[tuple[int, int]]:
     return [(dim // 2, bits + 1), (dim - dim // 2, bits)] if is_split else [(dim, bits)]
 
 
-def _as_read(vectors: Tensor, bits: int, config: TurboQuantConfig, order: Tensor | None) -> Tensor:
+def _as_read(
+    vectors: Tensor, bits: int, config: TurboQuantConfig, order: Tensor | None, is_key: bool
+) -> Tensor:
     """Vectors [..., P, D] after quantization; `order` [..., 1, D] tells the outlier channels, None: no split."""
     if order is None:
-        return _through_codec(vectors, bits, config)
+        return _through_codec(vectors, bits, config, is_key)
     order = order.expand(vectors.shape)
     parts = vectors.gather(-1, order).split([dim for dim, _ in _parts(vectors.shape[-1], bits, True)], dim=-1)
-    read = [_through_codec(part, b, config) for part, (_, b) in zip(parts, _parts(vectors.shape[-1], bits, True))]
+    read = [_through_codec(part, b, config, is_key) for part, (_, b) in zip(parts, _parts(vectors.shape[-1], bits, True))]
     return torch.empty_like(vectors).scatter_(-1, order, torch.cat(read, dim=-1))
 
 
-def _through_codec(vectors: Tensor, bits: int, config: TurboQuantConfig) -> Tensor:
-    """Vectors [..., P, d] as the keys of packed pages that neither centre nor balance."""
+def _through_codec(vectors: Tensor, bits: int, config: TurboQuantConfig, is_key: bool) -> Tensor:
+    """Vectors [..., P, d] as the keys, or values, of packed pages that neither centre nor balance."""
+    dim = vectors.shape[-1]
     layout = PageLayout(
-        key_dim=vectors.shape[-1],
-        value_dim=MIN_HEAD_DIM,
+        key_dim=dim if is_key else MIN_HEAD_DIM,
+        value_dim=MIN_HEAD_DIM if is_key else dim,
         page_size=config.page_size,
         key_format="lloyd_max",
-        key_bits=bits,
+        key_bits=bits if is_key else 2,
         value_format="lloyd_max",
-        value_bits=2,
+        value_bits=2 if is_key else bits,
         center_keys=False,
         codebook=config.codebook,
+        scale=config.scale,
     )
     vectors = vectors.contiguous()
     everything = torch.ones(vectors.shape[:-1], dtype=torch.bool, device=vectors.device)
-    unused = vectors.new_zeros(*vectors.shape[:-1], MIN_HEAD_DIM)  # a page has values as well
-    words, _ = encode_page(vectors, unused, everything, layout)
-    return decode_page(words, layout, vectors.dtype)[0]
+    unused = vectors.new_zeros(*vectors.shape[:-1], MIN_HEAD_DIM)  # a page has both
+    words, _ = encode_page(*((vectors, unused) if is_key else (unused, vectors)), everything, layout)
+    return decode_page(words, layout, vectors.dtype)[0 if is_key else 1]

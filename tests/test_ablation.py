@@ -28,7 +28,8 @@ from tq_hf.commands import RequestError
 from tq_hf.comparison import cache_argument, first_page_tokens, score_texts, text_chunks
 
 ROOT = Path(__file__).parents[1]
-ROWS, LENGTH = 2, 260
+ROWS = 2
+LENGTH = 128 + max(first_page_tokens(PRESETS[name]) for name in settings.OWN)
 
 
 @pytest.fixture
@@ -42,9 +43,13 @@ def named(name: str) -> Setting:
     return found
 
 
-@pytest.mark.parametrize("name", ["tq3", "tq2, page_size=32", "tq2, recent_window=0", "4bit_nc", "k8v4"])
-def test_lockstep_scores_are_those_of_single_tokens(sharp_model: Any, name: str) -> None:
-    setting, ids, argument = named(name), prompt(ROWS, LENGTH), cache_argument(sharp_model)
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("tq3", {}), ("tq2", {"page_size": 32}), ("tq2", {"page_size": 64, "recent_window": 0}), ("4bit_nc", {}), ("k8v4", {})],
+)
+def test_lockstep_scores_are_those_of_single_tokens(sharp_model: Any, preset: str, changes: dict[str, Any]) -> None:
+    setting = Setting("", (), "", replace(PRESETS[preset], **changes))
+    ids, argument = prompt(ROWS, LENGTH), cache_argument(sharp_model)
     first = first_page_tokens(setting.config)
     caches = [setting.new_cache(sharp_model.config) for _ in range(2)]
     chunks = text_chunks(LENGTH, setting.config)
@@ -83,7 +88,8 @@ def test_unpacked_states_give_no_distance(sharp_model: Any) -> None:
 
 def test_results_of_a_lockstep_batch(sharp_model: Any) -> None:
     ids = prompt(3, LENGTH)
-    batch = [named("tq4"), named("tq2")]
+    sizes = {"page_size": 32, "recent_window": 64}  # a batch shares its chunks
+    batch = [Setting(name, (), "", replace(PRESETS[name], **sizes)) for name in ("tq4", "tq2")]
     fine, coarse = measure(sharp_model, ids, batch)
     assert 0 < fine["kl"] < coarse["kl"] and coarse["top1"] <= fine["top1"] <= 1
     (alone,) = measure(sharp_model, ids, batch[1:])
@@ -91,8 +97,10 @@ def test_results_of_a_lockstep_batch(sharp_model: Any) -> None:
     for result, setting in zip((fine, coarse), batch):
         layout = setting.config.layout(32, 32, torch.float32)
         assert result["page_bytes"] == result["mean_bytes"] == layout.bytes_per_token
-        assert result["positions"] == 3 * (LENGTH - 132)
-        assert result["packed_share"] == 192 / LENGTH  # 4 + 64 tokens exact, and of 192 three pages full
+        assert result["positions"] == 3 * (LENGTH - first_page_tokens(setting.config))
+        # Pages are full where they start behind the sinks, and end before the window.
+        size, window = setting.config.page_size, setting.config.recent_window
+        assert result["packed_share"] == (LENGTH - setting.config.sink_tokens - window) // size * size / LENGTH > 0
         assert result["kl"] < result["kl_p99"] and 0 < result["kl_stderr"] < result["kl"]
         assert result["ppl_delta_percent"] == pytest.approx(100 * (result["ppl_packed"] / result["ppl_exact"] - 1))
         cache = setting.new_cache(sharp_model.config)
@@ -103,7 +111,8 @@ def test_results_of_a_lockstep_batch(sharp_model: Any) -> None:
 
 def test_the_second_half_is_the_same_positions_in_all_settings(sharp_model: Any) -> None:
     ids = prompt(ROWS, 400)
-    for setting in (named("tq3"), named("tq3, recent_window=128")):
+    for window in (64, 128):
+        setting = Setting("", (), "", replace(PRESETS["tq3"], page_size=32, recent_window=window))
         (result,) = measure(sharp_model, ids, [setting])
         caches = DynamicCache(config=sharp_model.config), [setting.new_cache(sharp_model.config)]
         (scores,) = score_texts(sharp_model, ids, *caches, text_chunks(400, setting.config))
@@ -121,8 +130,9 @@ def test_exact_layers_count_in_the_mean_of_bytes() -> None:
 
 
 def test_windows_that_pack_nothing_are_an_error(sharp_model: Any) -> None:
-    with pytest.raises(ValueError, match=r"132 tokens reads no packed page"):
-        measure(sharp_model, prompt(1, 132), [named("tq4")])
+    first = first_page_tokens(PRESETS["tq4"])
+    with pytest.raises(ValueError, match=rf"{first} tokens reads no packed page"):
+        measure(sharp_model, prompt(1, first), [named("tq4")])
 
 
 @pytest.mark.parametrize("family", ["qwen2_bias", "gemma3_hybrid"])
@@ -132,7 +142,7 @@ def test_windows_that_pack_nothing_are_an_error(sharp_model: Any) -> None:
 def test_the_simulation_is_the_packed_cache(family: str, changes: dict[str, Any]) -> None:
     model = tiny_models.tiny_model(family, initializer_range=0.2, head_dim=32, max_position_embeddings=1024)
     config = replace(PRESETS["tq3"], **changes)
-    ids = prompt(ROWS, 300)
+    ids = prompt(ROWS, first_page_tokens(config) + 168)
     packed = Setting("packed", (), "", config)
     simulated = replace(packed, split=Split(keys=False, values=False))
     a, b = (measure(model, ids, [setting])[0] for setting in (packed, simulated))
@@ -160,13 +170,14 @@ def test_bytes_of_a_split() -> None:
         config = PRESETS[name]
         for dim in (64, 80, 128, 256):
             assert bytes_per_token(dim, dim, config, none) == config.layout(dim, dim, torch.bfloat16).bytes_per_token
-    assert bytes_per_token(128, 128, PRESETS["tq2"], keys) == 72 + 64 / 8 + 2
-    assert bytes_per_token(128, 128, PRESETS["tq2"], both) == 72 + 2 * (64 / 8 + 2)
+    pages_of_64 = replace(PRESETS["tq2"], page_size=64)
+    assert bytes_per_token(128, 128, pages_of_64, keys) == 72 + 64 / 8 + 2
+    assert bytes_per_token(128, 128, pages_of_64, both) == 72 + 2 * (64 / 8 + 2)
 
 
 def test_a_simulation_that_sees_no_queries_is_an_error(sharp_model: Any) -> None:
     cache = named("tq3 (simulated)").new_cache(sharp_model.config)
-    sharp_model(prompt(1, 140), **{cache_argument(sharp_model): cache})
+    sharp_model(prompt(1, first_page_tokens(PRESETS["tq3"]) + 8), **{cache_argument(sharp_model): cache})
     with pytest.raises(RuntimeError, match=simulated_cache.ATTENTION_NAME):
         cache.report()
 
@@ -234,14 +245,16 @@ def test_the_command_resumes_setting_by_setting(folder: Path, capsys: pytest.Cap
     assert "2 settings in" in capsys.readouterr().out
 
     first["settings"]["tq4"]["kl"] = 0.5  # a mark: what is there stays
-    first["settings"]["tq2"]["config"]["page_size"] = 32  # measured in another form: measured again
+    size = first["settings"]["tq2"]["config"]["page_size"]
+    assert size == PRESETS["tq2"].page_size
+    first["settings"]["tq2"]["config"]["page_size"] = 2 * size  # measured in another form: measured again
     path.write_text(json.dumps(first))
     assert ablation.main(arguments(folder, *chosen("tq4", "tq3", "tq2"))) == 0
     assert "2 settings in" in (text := capsys.readouterr().out) and "1 were there already" in text
     second = json.loads(path.read_text())
     assert second["settings"]["tq4"]["kl"] == 0.5
     assert list(second["settings"]) == ["tq4", "tq2", "tq3"]
-    assert second["settings"]["tq2"]["config"]["page_size"] == 64
+    assert second["settings"]["tq2"]["config"]["page_size"] == size
     assert second["settings"]["tq2"]["kl"] == first["settings"]["tq2"]["kl"]
 
     table = (folder / "out" / results.TABLE_NAME).read_text().splitlines()

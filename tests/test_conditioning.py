@@ -7,8 +7,9 @@ import torch
 from test_reference_state import PackedState
 from torch import Tensor
 
+from tests.presets import sized
 from tq_hf.conditioning import balance_factors, or_ones
-from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.config import TurboQuantConfig
 from tq_hf.reference import observe
 
 GENERATOR = torch.Generator()
@@ -76,10 +77,10 @@ def spread_of(keys: Tensor) -> Tensor:
 
 
 class TestObserve:
-    """On states of `tq4` pages (64 tokens, window 64, 4 sinks), with the keys themselves as queries."""
+    """On states of `tq4` with pages of 64 tokens, a window of 64 and 4 sinks, with the keys themselves as queries."""
 
     def test_statistics_are_those_of_the_first_page_and_the_window(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = state.tokens(300)
         key *= torch.linspace(0.1, 3, 64)
         state.commit(key, value)
@@ -90,11 +91,11 @@ class TestObserve:
 
     @pytest.mark.parametrize("chunks", [(1,), (50, 81, 1), (131, 1), (132,), (133,), (7, 300)])
     def test_chunks_do_not_matter(self, chunks: tuple[int, ...]) -> None:
-        key, value = PackedState(PRESETS["tq4"]).tokens(200)
+        key, value = PackedState(sized("tq4")).tokens(200)
         key = key * torch.linspace(0.1, 3, 64) + 5
         balances = []
         for sizes in ((200,), chunks):
-            state, start, turn = PackedState(PRESETS["tq4"]), 0, 0
+            state, start, turn = PackedState(sized("tq4")), 0, 0
             while start < 200:
                 end = min(200, start + sizes[turn % len(sizes)])
                 state.commit(key[:, :, start:end], value[:, :, start:end])
@@ -103,7 +104,7 @@ class TestObserve:
         assert torch.equal(*balances)
 
     def test_nothing_before_the_first_page_and_nothing_after(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = state.tokens(400)
         state.commit(key[:, :, :131], value[:, :, :131])
         assert not state.balance.any()
@@ -114,7 +115,7 @@ class TestObserve:
         assert torch.equal(state.balance, balance) and torch.equal(state.query_energy, energy)
 
     def test_rows_have_their_own_and_padding_does_not_count(self) -> None:
-        state = PackedState(PRESETS["tq4"], row_start=(0, 100, 9))
+        state = PackedState(sized("tq4"), row_start=(0, 100, 9))
         key, value = state.tokens(400)
         key[1, :, :100] = 1e4
         key[2, :, :9] = torch.nan
@@ -129,7 +130,7 @@ class TestObserve:
         torch.testing.assert_close(state.balance[2], balance_factors(energy, spread))
 
     def test_hidden_and_bad_tokens_do_not_count(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = state.tokens(200)
         keep = torch.ones(1, 200, dtype=torch.bool)
         keep[0, 30:60] = False

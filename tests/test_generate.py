@@ -143,7 +143,7 @@ def test_two_turns_on_one_cache(attention: str, pads: list[int]) -> None:
 def test_a_prompt_shorter_than_the_window_is_bit_exact() -> None:
     model = tiny_model()
     ids = prompt(2, 20)
-    exact, ours = DynamicCache(config=model.config), TurboQuantCache(model.config, "tq2")
+    exact, ours = DynamicCache(config=model.config), TurboQuantCache(model.config, "tq2", recent_window=32)
     with torch.no_grad():
         a = model(ids, past_key_values=exact).logits
         b = model(ids, past_key_values=ours).logits

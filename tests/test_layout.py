@@ -17,9 +17,9 @@ BYTES = {
     "k3v4_nc": (62, 90, 90, 118, 174, 230),
     "3bit_nc": (54, 78, 78, 102, 150, 198),
     "tq4": (70, 102.5, 103, 136, 202, 268),
-    "tq3": (54, 78.5, 79, 104, 154, 204),
-    "tq3v2": (46, 66.5, 67, 88, 130, 172),
-    "tq2": (38, 54.5, 55, 72, 106, 140),
+    "tq3": (56, 81, 82, 108, 160, 212),
+    "tq3v2": (48, 69, 70, 92, 136, 180),
+    "tq2": (40, 57, 58, 76, 112, 148),
     "paper_mse": (50, 74, 74, 98, 146, 194),
     "paper_prod": (52, 76, 76, 100, 148, 196),
 }
@@ -37,7 +37,7 @@ def test_bytes_of_raw_and_of_different_dims() -> None:
     assert raw.layout(128, 64, torch.bfloat16).bytes_per_token == 2 * (128 + 64)
     assert raw.layout(128, 64, torch.float32).bytes_per_token == 4 * (128 + 64)
     # tq4, K 96 / V 64: codes 48 + 32, two scales 4, header 192 / 64
-    assert PRESETS["tq4"].layout(96, 64, torch.float16).bytes_per_token == 87
+    assert TurboQuantConfig.from_preset("tq4", page_size=64).layout(96, 64, torch.float16).bytes_per_token == 87
     # a 32-token page bears the header twice as heavily
     assert TurboQuantConfig.from_preset("tq4", page_size=32).layout(128, 128, torch.float16).bytes_per_token == 140
 

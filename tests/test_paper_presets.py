@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from tests import tiny_models
-from tests.presets import KERNEL_PRESETS
+from tests.presets import KERNEL_PRESETS, sizes
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, ops
 from tq_hf.codebooks import levels
@@ -62,7 +62,7 @@ def test_bits_can_be_overridden(preset: str) -> None:
         ({"preset": "paper_prod", "key_bits": 2, "codebook": "int8_grid"}, "codebook='int8_grid' has no 1-bit levels"),
         ({"rotation": "dct"}, r"rotation='dct' is unknown: expected one of \('hadamard', 'qr'\)"),
         ({"scale": "no"}, "scale='no' is unknown: expected one of"),
-        ({"key_format": "qjl", "center_keys": False, "balance_keys": False}, "scale='norm_corrected' would bias"),
+        ({"key_format": "qjl", "center_keys": False, "balance_keys": False}, "scale='fitted' would bias"),
     ],
 )
 def test_combinations_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
@@ -190,15 +190,15 @@ def test_attention_is_that_over_what_gathering_gives(
 ) -> None:
     dim, value_dim, group, queries, length, new, starts = shape
     config = TurboQuantConfig.from_preset(preset, key_bits=bits[0], value_bits=bits[1])
-    state = PackedState(config, dim=dim, value_dim=value_dim, capacity=16, row_start=starts)
+    state = PackedState(config, dim=dim, value_dim=value_dim, capacity=1024, row_start=starts)
     state.commit(*state.tokens(length))
-    assert int(state.counters[2]) == (length - 128) // 64
+    assert int(state.counters[2]) == (length - config.recent_window) // config.page_size > 0
     check(state, query_for(state, group, queries), new)
 
 
 @pytest.mark.parametrize("preset", ["tq4", "3bit_nc"])
 def test_any_preset_can_take_the_random_rotation(preset: str) -> None:
-    config = TurboQuantConfig.from_preset(preset, rotation="qr", scale="norm")
+    config = TurboQuantConfig.from_preset(preset, rotation="qr", scale="norm", **sizes(preset))
     state = PackedState(config, dim=80, row_start=(0, 5))
     key, value = state.tokens(300)
     state.commit(key, value)
@@ -224,10 +224,11 @@ def test_generate(tiny_model: PreTrainedModel, preset: str, tokens: int, pad: in
     caches = [TurboQuantCache(tiny_model.config, preset), TurboQuantCache(tiny_model.config, preset, max_cache_len=400)]
     out = [tiny_model.generate(**options(tokens, pad), past_key_values=cache) for cache in caches]
     assert torch.equal(*out)  # the static cache, which is uncompiled on the CPU, stores the same bytes
-    cached = tokens + 40 - 1
-    pages = (cached - 128) // 64
-    hidden = pad // 64  # pages of nothing but padding are not stored, where the length is known on the host
-    assert caches[0].report().packed_tokens == 3 * 64 * (2 * pages - hidden)
+    cached, size = tokens + 40 - 1, PRESETS[preset].page_size
+    pages = (cached - PRESETS[preset].recent_window) // size
+    hidden = pad // size  # pages of nothing but padding are not stored, where the length is known on the host
+    assert pages > hidden
+    assert caches[0].report().packed_tokens == 3 * size * (2 * pages - hidden)
     caches[0].check()
 
 

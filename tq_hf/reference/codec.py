@@ -216,7 +216,8 @@ def _lloyd_max(
             unit = rotated / norm.clamp_min(1e-30).unsqueeze(-1)
             unbiased = norm / (unit * level).sum(-1).clamp_min(1e-30)
             scale = (scale * unbiased).sqrt() if is_key else unbiased
-    return codes, [scale.clamp_max(FP16_MAX).half()], scale > FP16_MAX
+    full = ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+    return codes, [scale.masked_fill(full, FP16_MAX).half()], full
 
 
 def _nearest_levels(rotated: Tensor, norm: Tensor, bits: int, codebook: str) -> Tensor:
