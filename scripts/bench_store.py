@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tq_hf import kernels, reference
+from tq_hf import kernels, ops, reference
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.layout import PageLayout
 from tq_hf.reference.codec import decode_page
@@ -151,7 +151,8 @@ def bench_decode(preset: str, batch: int, due: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", nargs="+", default=["tq4", "4bit_nc"], choices=sorted(PRESETS))
+    with_kernels = [name for name in sorted(PRESETS) if ops.has_kernels(PRESETS[name].layout(DIM, DIM, DTYPE).name)]
+    parser.add_argument("--presets", nargs="+", default=["tq4", "4bit_nc"], choices=with_kernels)
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     torch.manual_seed(0)

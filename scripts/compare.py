@@ -7,52 +7,26 @@ what is wrong with a request.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
-import platform
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import transformers
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
-from tq_hf import TurboQuantCache, TurboQuantConfig, embedded_model
+from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, serve, versions
 from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
 from tq_hf.config import DEFAULT_PRESET, PRESETS
 
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
 DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-class RequestError(Exception):
-    """A request that cannot be served; the message is one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(f"{message} (--help lists the options)")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model ready to generate, and the name to print for it."""
-
-    name: str
-    model: Any
-    tokenizer: Any
 
 
 @dataclass(frozen=True)
@@ -100,46 +74,6 @@ def read_prompt(args: argparse.Namespace) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"the prompt file {path} cannot be read: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip() if lines else type(error).__name__
-
-
-def choose_device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        if device.type not in ("cpu", "cuda"):
-            raise RequestError(f"--device {name} is not supported: expected cpu or cuda.")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"--device {name} is not available here: {first_line(error)}") from error
-    return device
-
-
-def load(name: str | None, device: torch.device) -> Loaded:
-    """The model in bfloat16 (the dtype that the packed bytes are compared with) and its tokenizer."""
-    if name is None:
-        try:
-            source, shown = str(embedded_model.embedded_model()), embedded_model.NAME
-        except embedded_model.EmbeddedModelError as error:
-            raise RequestError(str(error)) from error
-    else:
-        source = shown = name
-        if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
-            raise RequestError(f"the model folder {name} does not exist.")
-    print(f"Loading {shown} ...", file=sys.stderr, flush=True)
-    try:
-        AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
-        raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
-    return Loaded(shown, model.to(device).eval(), tokenizer)
 
 
 def encode(loaded: Loaded, prompt: str, device: torch.device) -> torch.Tensor:
@@ -204,14 +138,6 @@ def compare(loaded: Loaded, ids: torch.Tensor, preset: str, max_new_tokens: int)
     )
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("tq-hf", "torch", "transformers", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package.replace("-", "_")] = version(package)
-    return found
-
-
 def as_json(loaded: Loaded, ids: torch.Tensor, preset: str, result: Comparison) -> dict[str, Any]:
     return {
         "model": loaded.name,
@@ -261,7 +187,7 @@ def mib(count: int) -> str:
     return f"{count / 2**20:.2f} MiB"
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str]) -> int:
     args = parse(argv)
     prompt, device = read_prompt(args), choose_device(args.device)
     try:
@@ -275,20 +201,11 @@ def run(argv: Sequence[str]) -> None:
     print(as_text(loaded, ids, args.preset, result))
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(loaded, ids, args.preset, result), indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports every retry of a missing connection
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except RequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return 130
-    return 0
+    return serve(run, argv)
 
 
 if __name__ == "__main__":

@@ -53,9 +53,10 @@ def launches(
     new = vectors(batch, heads, 1)
     rings = [vectors(batch, heads, slots) for _ in range(2)] + [vectors(batch, heads, sinks) for _ in range(2)]
     table = [numbers(batch, entries), numbers(entries, 2), numbers(batch), numbers(3)]
+    balance = torch.empty(batch, heads, dim) if config.balance_keys else None
     attend_module.attend(
-        vectors(batch, heads * columns, 1), new, new, numbers(4, heads, layout.page_words), *rings, *table, None, None,
-        layout.name, dim**-0.5, 0.0, True, entries,
+        vectors(batch, heads * columns, 1), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance, None,
+        None, layout.name, dim**-0.5, 0.0, True, entries,
     )  # fmt: skip
     return found
 

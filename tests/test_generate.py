@@ -100,7 +100,9 @@ def test_presets_read_the_same_bytes_whatever_the_attention(preset: str, attenti
         outputs = []
         for name in ("turboquant", attention):
             model.set_attn_implementation(name)
-            cache = TurboQuantCache(model.config, preset, **SMALL, boundary_layers=0)
+            # Eager attention shows the cache no queries, and without them keys are not balanced.
+            options = {"balance_keys": False} if attention == "eager" else {}
+            cache = TurboQuantCache(model.config, preset, **SMALL, **options, boundary_layers=0)
             model(ids[:, :-1], past_key_values=cache)
             outputs.append(model(ids[:, -1:], past_key_values=cache).logits)
             assert cache.report().packed_tokens == 3 * 2 * 96
@@ -141,7 +143,7 @@ def test_two_turns_on_one_cache(attention: str, pads: list[int]) -> None:
 def test_a_prompt_shorter_than_the_window_is_bit_exact() -> None:
     model = tiny_model()
     ids = prompt(2, 20)
-    exact, ours = DynamicCache(config=model.config), TurboQuantCache(model.config, "tq2")
+    exact, ours = DynamicCache(config=model.config), TurboQuantCache(model.config, "tq2", recent_window=32)
     with torch.no_grad():
         a = model(ids, past_key_values=exact).logits
         b = model(ids, past_key_values=ours).logits

@@ -50,7 +50,7 @@ def assert_same_until_a_close_call(ours: Result, reference: Result, gap: float) 
 
 @pytest.mark.network
 @pytest.mark.parametrize("attention", [None, "turboquant"])
-@pytest.mark.parametrize("preset", ["tq4", "4bit_nc"])
+@pytest.mark.parametrize("preset", ["tq4", "4bit_nc", "paper_prod"])
 def test_a_real_model_generates_what_the_cpu_reference_generates(
     embedded_folder: Path, attention: str | None, preset: str
 ) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.presets import KERNEL_PRESETS
 from tq_hf import reference
-from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,7 +24,10 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs a process with T
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
 TOLERANCE = 2e-3
-STATE = ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "page_ids", "entries", "row_start", "counters")
+STATE = (
+    *("pool", "ring_key", "ring_value", "sink_key", "sink_value"),
+    *("page_ids", "entries", "row_start", "counters", "balance"),
+)
 
 if INTERPRETED:
     import triton.language as tl
@@ -95,7 +100,7 @@ class Case:
         return "-".join(f"{k}={v}" for k, v in changed.items()).replace(" ", "") or "default"
 
 
-def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[str, Tensor]]:
+def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[str, Any]]:
     """Query, key and value, and the state after committing the history in two calls. Unused memory holds NaN."""
     config = TurboQuantConfig.from_preset(case.preset, **dict(case.options))
     value_dim = case.value_dim or case.dim
@@ -125,6 +130,7 @@ def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[
         "entries": torch.stack([starts, torch.full_like(starts, page)], 1).int(),
         "row_start": row_start.int(),
         "counters": torch.tensor([0, sinks, 0], dtype=torch.int32, device=device),
+        "balance": normal(rows, heads, case.dim).div(2).exp() if config.balance_keys else None,
     }
     total = case.length + (case.queries if case.new < 0 else case.new)
     key = ((normal(rows, heads, total, case.dim) + normal(1, heads, 1, case.dim)) * case.key_size).to(case.dtype)
@@ -196,7 +202,7 @@ def narrow(page_size: int = 32, **options: object) -> tuple[tuple[str, object], 
 
 
 @interpreted
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", KERNEL_PRESETS)
 def test_interpreted_presets(preset: str) -> None:
     check(Case(preset, options=narrow(), group=3, length=77), "cpu")
 
@@ -300,7 +306,7 @@ def test_lengths(preset: str, length: int) -> None:
 @on_gpu
 @pytest.mark.parametrize(
     ("preset", "dim", "value_dim", "queries", "group"),
-    [(preset, *SHAPES[(i + k) % len(SHAPES)]) for i, preset in enumerate(PRESETS) for k in (0, 2)],
+    [(preset, *SHAPES[(i + k) % len(SHAPES)]) for i, preset in enumerate(KERNEL_PRESETS) for k in (0, 2)],
 )
 def test_formats_and_dims(preset: str, dim: int, value_dim: int, queries: int, group: int) -> None:
     dtype = BFLOAT16 if dim % 128 else torch.float16

@@ -185,7 +185,7 @@ class TestMetadata:
         (field,) = unpack_metadata(torch.arange(32, dtype=torch.int16).view(torch.int32), 1)
         assert field.view(torch.int16)[[0, 8, 1, 13, 31]].tolist() == [0, 1, 4, 21, 31]
 
-    @pytest.mark.parametrize("count", [1, 2, 3])
+    @pytest.mark.parametrize("count", [1, 2, 3, 4, 17, 18])
     def test_round_trip(self, count: int) -> None:
         fields = torch.arange(count * 5 * 32, dtype=torch.float16).view(count, 5, 32).unbind(0)
         words = pack_metadata(fields)

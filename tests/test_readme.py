@@ -52,15 +52,18 @@ def test_the_preset_table_is_the_layouts() -> None:
         assert keys.startswith(widths.get(config.key_format, f"{config.key_bits} bits"))
         assert values.startswith(widths.get(config.value_format, f"{config.value_bits} bits"))
         assert ("centred" in keys) == config.center_keys
-        assert ("min/max" in values) == (config.value_format == "min_max")
+        assert ("QJL" in keys) == (config.key_format == "qjl")
+        assert ("min/max" in values) == (config.value_format in ("min_max", "grouped"))
+        assert ("in groups of 32" in values) == (config.value_format == "grouped")
         assert ("rotated" in values) == (config.value_format == "lloyd_max")
-        window = f"newest {config.recent_window}, first {config.sink_tokens} tokens"
+        sinks = f", first {config.sink_tokens} tokens" if config.sink_tokens else " tokens"
+        window = f"newest {config.recent_window}{sinks}"
         boundary = f"first and last {config.boundary_layers} layers"
         assert exact == (boundary if config.boundary_layers else window)
 
 
 def test_the_commands_exist_and_are_executable() -> None:
-    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", ".ci/run"):
+    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", "scripts/ablation", ".ci/run"):
         assert (ROOT / name).stat().st_mode & 0o111, name
 
 

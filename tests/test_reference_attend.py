@@ -11,6 +11,7 @@ import torch
 from test_reference_state import PRESET_NAMES, PackedState, filled
 from torch import Tensor
 
+from tests.presets import sized
 from tq_hf.config import PRESETS, TurboQuantConfig
 
 # (preset, head_dim, query heads a KV head, queries, committed tokens, new tokens, first real token of each row)
@@ -83,14 +84,14 @@ def check(state: PackedState, query: Tensor, new: int, atol: float = 1e-5, **opt
 def test_presets_dims_and_groups(
     preset: str, dim: int, group: int, queries: int, length: int, new: int, starts: tuple[int, ...]
 ) -> None:
-    state, _, _ = filled(preset, length, (100,), dim=dim, capacity=16, row_start=starts)
+    state, _, _ = filled(preset, length, (100,), dim=dim, capacity=1024, row_start=starts)
     check(state, query_for(state, group, queries), new)
 
 
 @pytest.mark.parametrize("preset", ["tq4", "3bit_nc"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(preset: str, length: int) -> None:
-    state, _, _ = filled(preset, length, (100,), dim=32, capacity=16)
+    state, _, _ = filled(preset, length, (100,), dim=32, capacity=1024)
     for queries, new in ((1, 1), (3, 3), (1, 0), (40, 40)):
         if length + new >= queries:
             check(state, query_for(state, 3, queries), new)
@@ -112,7 +113,7 @@ def test_keys_and_values_of_different_dims(preset: str) -> None:
 @pytest.mark.parametrize("preset", ["tq4", "k8v4"])
 def test_page_sizes(preset: str, page_size: int) -> None:
     config = TurboQuantConfig.from_preset(preset, page_size=page_size, recent_window=20, sink_tokens=3)
-    state = PackedState(config, capacity=20, row_start=(0, 40))
+    state = PackedState(config, capacity=640, row_start=(0, 40))
     for chunk in (60, 500, 1):
         state.commit(*state.tokens(chunk))
     check(state, query_for(state, 2, 2), 2)
@@ -120,18 +121,23 @@ def test_page_sizes(preset: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 def test_raw_is_exact_and_the_others_are_near(preset: str) -> None:
-    state, past_key, past_value = filled(preset, 300, (77,))
+    config = PRESETS[preset]
+    packed, tail = 3 * config.page_size, config.page_size // 2
+    count = config.sink_tokens + packed + config.recent_window + tail
+    state, past_key, past_value = filled(config, count, (77,), capacity=count)
+    assert int(state.counters[1]) == config.sink_tokens + packed
     query = query_for(state, 3, 4)
     key, value = state.tokens(4, seed=12)
     keys, values = (torch.cat(pair, 2) for pair in ((past_key, key), (past_value, value)))
-    keep = torch.ones(4, 304, dtype=torch.bool).tril(300)
+    keep = torch.ones(4, count + 4, dtype=torch.bool).tril(count)
     exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values, keep, enable_gqa=True).transpose(1, 2)
     got = state.attend(query, key, value)
     error = (got - exact).square().sum() / exact.square().sum()
     if preset == "raw":
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
     else:
-        assert 1e-5 < error < {"tq2": 0.25, "tq3v2": 0.2, "3bit_nc": 0.15}.get(preset, 0.1)
+        bounds = {"tq2": 0.25, "tq3v2": 0.2, "3bit_nc": 0.15, "paper_mse": 0.2, "paper_prod": 0.35}
+        assert 1e-5 < error < bounds.get(preset, 0.1)
 
 
 class TestCausal:
@@ -155,7 +161,7 @@ class TestCausal:
         key, value = state.tokens(1, seed=12)
         folded = state.attend(query.reshape(2, 2, 4, 64), key, value, causal=False)
         apart = state.attend(query, key, value)
-        torch.testing.assert_close(folded.transpose(1, 2).reshape(2, 1, 8, 64), apart, rtol=0, atol=1e-6)
+        torch.testing.assert_close(folded.transpose(1, 2).reshape(2, 1, 8, 64), apart, rtol=0, atol=5e-6)
 
     def test_no_queries(self) -> None:
         state, _, _ = filled("tq4", 150)
@@ -184,7 +190,7 @@ class TestMask:
         mask[:, :, 1] = False
         got = check(state, query_for(state, 2, 3), 3, mask=mask)
         assert not got[:, 1].any() and got[:, 0].any() and got[:, 2].any()
-        empty = PackedState(PRESETS["tq4"])
+        empty = PackedState(sized("tq4"))
         assert not empty.attend(query_for(empty, 2, 1), *empty.tokens(0)).any()
 
 
@@ -192,7 +198,7 @@ class TestPadding:
     @pytest.mark.parametrize("preset", PRESET_NAMES)
     def test_garbage_before_a_row_starts_does_not_show(self, preset: str) -> None:
         starts = (0, 1, 5, 66, 140, 200)
-        state = PackedState(PRESETS[preset], dim=32, row_start=starts)
+        state = PackedState(sized(preset), dim=32, row_start=starts)
         key, value = state.tokens(206)
         clean_key, clean_value = key.clone(), value.clone()
         for row, first in enumerate(starts):
@@ -204,7 +210,7 @@ class TestPadding:
         got = check(state, query, 2)
         for row, first in enumerate(starts):
             if PRESETS[preset].key_format == "raw":  # where pages differ, quantized rows differ
-                alone = PackedState(PRESETS[preset], dim=32)
+                alone = PackedState(sized(preset), dim=32)
                 alone.commit(clean_key[row : row + 1, :, first:], clean_value[row : row + 1, :, first:])
                 new_key, new_value = state.tokens(2, seed=12)
                 one = slice(row, row + 1)
@@ -212,7 +218,7 @@ class TestPadding:
                 torch.testing.assert_close(got[one], expected, rtol=0, atol=1e-6)
 
     def test_new_padding_of_a_first_prompt(self) -> None:
-        state = PackedState(PRESETS["tq4"], row_start=(0, 7))
+        state = PackedState(sized("tq4"), row_start=(0, 7))
         key, value = state.tokens(20)
         key[1, :, :7] = value[1, :, :7] = math.nan
         query = query_for(state, 2, 20)
@@ -274,7 +280,7 @@ class TestOptions:
 @pytest.mark.parametrize("preset", PRESET_NAMES)
 @pytest.mark.parametrize("length", [5, 69, 100, 130])
 def test_short_pages_after_a_crop(preset: str, length: int) -> None:
-    state, _, _ = filled(preset, 300, row_start=(0, 80))
+    state, _, _ = filled(preset, 364, row_start=(0, 80))
     state.crop(length)
     check(state, query_for(state, 2, 2), 2)
     state.commit(*state.tokens(170, seed=5))
@@ -321,11 +327,11 @@ class TestTiles:
 
         def counting(words: Tensor, *rest: Any) -> Any:
             content = unpack(words, *rest)
-            sizes.append((words.shape[2] * 64, content.key.numel()))
+            sizes.append((words.shape[2] * state.page.page_size, content.key.numel()))
             return content
 
         monkeypatch.setattr(module, "unpack_page", counting)
-        state, _, _ = filled("tq4", 3000, dim=32, capacity=50, row_start=(0, 20))
+        state, _, _ = filled("tq4", 3000, dim=32, capacity=3200, row_start=(0, 20))
         check(state, query_for(state, 2, 1), 1)
         assert [tokens for tokens, _ in sizes] == [1024, 1024, 832]
         sizes.clear()
@@ -344,5 +350,5 @@ class TestTiles:
         check(state, query_for(state, 3, 37), 37, mask=mask, aux_sinks=torch.arange(6.0))
 
     def test_a_long_second_prompt(self) -> None:
-        state, _, _ = filled("tq3", 1500, dim=32, capacity=30)
+        state, _, _ = filled("tq3", 1500, dim=32, capacity=1920)
         check(state, query_for(state, 1, 1100), 1100)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.presets import sized
 from tq_hf.config import PRESETS, TurboQuantConfig
-from tq_hf.reference import attend, commit, gather
+from tq_hf.reference import attend, commit, gather, observe
 from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
 
 PRESET_NAMES = list(PRESETS)
@@ -19,7 +20,8 @@ PRESET_NAMES = list(PRESETS)
 class PackedState:
     """The tensors of one packed layer, and the bookkeeping of pages that a cache would do for them.
 
-    Slots that were never written hold NaN, and pages -1 (NaN as fp16), so that reading one shows.
+    Slots that were never written hold NaN, and pages -1 (NaN as fp16), so that reading one shows. `capacity` counts
+    tokens.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class PackedState:
         heads: int = 2,
         dim: int = 64,
         value_dim: int | None = None,
-        capacity: int = 8,
+        capacity: int = 512,
         row_start: Sequence[int] = (0,),
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -37,23 +39,26 @@ class PackedState:
         self.rows = len(row_start)
         self.page = config.layout(*self.dims, dtype)
         ring, sinks = config.recent_window + config.page_size, config.sink_tokens
+        pages = -(-capacity // config.page_size)
 
         def unwritten(slots: int, width: int) -> Tensor:
             return torch.full((self.rows, heads, slots, width), math.nan, dtype=dtype)
 
-        self.pool = torch.full((self.rows * capacity + 1, heads, self.page.page_words), -1, dtype=torch.int32)
+        self.pool = torch.full((self.rows * pages + 1, heads, self.page.page_words), -1, dtype=torch.int32)
         self.ring_key, self.ring_value = unwritten(ring, self.dims[0]), unwritten(ring, self.dims[1])
         self.sink_key, self.sink_value = unwritten(sinks, self.dims[0]), unwritten(sinks, self.dims[1])
-        self.page_ids = torch.full((self.rows, capacity), -1, dtype=torch.int32)
-        self.entries = torch.zeros(capacity, 2, dtype=torch.int32)
+        self.page_ids = torch.full((self.rows, pages), -1, dtype=torch.int32)
+        self.entries = torch.zeros(pages, 2, dtype=torch.int32)
         self.row_start = torch.tensor(row_start, dtype=torch.int32)
         self.counters = torch.tensor([0, sinks, 0], dtype=torch.int32)
+        self.balance = torch.zeros(self.rows, heads, dim) if config.balance_keys else None
+        self.query_energy = torch.zeros(self.rows, heads, dim)
         self.flags = torch.zeros(heads, dtype=torch.int32)
         self.free = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1)).tolist()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        names = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters"
+        names = "pool ring_key ring_value sink_key sink_value page_ids entries row_start counters balance"
         return {name: getattr(self, name) for name in names.split()}
 
     def commit(self, key: Tensor, value: Tensor, keep: Tensor | None = None) -> None:
@@ -66,6 +71,9 @@ class PackedState:
             for row, first in enumerate(self.row_start.tolist()):
                 if start + size > first + sinks:
                     self.page_ids[row, entry] = self.free.pop()
+        if self.balance is not None:  # queries like the keys, one head
+            state = (self.ring_key, self.row_start, self.counters, self.balance, self.query_energy)
+            observe(key, key, *state, keep, size, sinks, self.config.recent_window)
         self.commit_alone(key, value, keep, self.config.recent_window, due)
 
     def commit_alone(self, key: Tensor, value: Tensor, keep: Tensor | None, recent_window: int, max_due: int) -> None:
@@ -112,10 +120,14 @@ class PackedState:
 
 
 def filled(
-    preset: str, count: int, chunks: Sequence[int] = (), **options: object
+    preset: str | TurboQuantConfig, count: int, chunks: Sequence[int] = (), **options: object
 ) -> tuple[PackedState, Tensor, Tensor]:
-    """A state of that preset with `count` tokens committed, in chunks that repeat until all are in; and the tokens."""
-    state = PackedState(PRESETS[preset], **options)  # type: ignore[arg-type]
+    """A state with `count` tokens committed, in chunks that repeat until all are in; and the tokens.
+
+    The name of a preset stands for it with pages of 64 and a window of 64 or none (`sized`).
+    """
+    config = sized(preset) if isinstance(preset, str) else preset
+    state = PackedState(config, **options)  # type: ignore[arg-type]
     key, value = state.tokens(count)
     start, turn = 0, 0
     while start < count:
@@ -129,13 +141,14 @@ class TestCommit:
     @pytest.mark.parametrize("preset", PRESET_NAMES)
     @pytest.mark.parametrize("chunks", [(1,), (7, 64, 3), (200, 1), (4, 63, 1, 65)], ids=str)
     def test_chunks_make_the_same_state(self, preset: str, chunks: tuple[int, ...]) -> None:
-        count = 270
-        options = {"row_start": (0, 9), "heads": 2, "dim": 32, "value_dim": 64}
-        whole, _, _ = filled(preset, count, **options)
-        parts, _, _ = filled(preset, count, chunks, **options)
+        config = PRESETS[preset]
+        count = config.sink_tokens + config.recent_window + 3 * config.page_size + config.page_size // 2
+        options = {"row_start": (0, 9), "heads": 2, "dim": 32, "value_dim": 64, "capacity": count}
+        whole, _, _ = filled(config, count, **options)
+        parts, _, _ = filled(config, count, chunks, **options)
         assert parts.counters.tolist() == whole.counters.tolist()
         used = int(whole.counters[2])
-        assert used >= 3
+        assert used == 3
         assert torch.equal(whole.entries[:used], parts.entries[:used])
         pages = [state.pool[state.page_ids[:, :used].long()] for state in (whole, parts)]
         assert torch.equal(*pages)
@@ -162,12 +175,15 @@ class TestCommit:
 
     @pytest.mark.parametrize("preset", PRESET_NAMES)
     def test_pages_hold_what_the_codec_makes_of_their_tokens(self, preset: str) -> None:
-        state, key, value = filled(preset, 300, (37,))
-        size, first = state.config.page_size, state.config.sink_tokens
-        for entry in range(int(state.counters[2])):
+        config = PRESETS[preset]
+        size, first = config.page_size, config.sink_tokens
+        count = first + config.recent_window + 3 * size + 8
+        state, key, value = filled(config, count, (37,), capacity=count)
+        assert int(state.counters[2]) == 3
+        for entry in range(3):
             tokens = slice(first + entry * size, first + (entry + 1) * size)
             valid = torch.ones(1, 2, size, dtype=torch.bool)
-            words, _ = encode_page(key[:, :, tokens], value[:, :, tokens], valid, state.page)
+            words, _ = encode_page(key[:, :, tokens], value[:, :, tokens], valid, state.page, None, state.balance)
             assert torch.equal(state.pool[state.page_ids[:, entry].long()], words)
 
     def test_no_page_is_written_without_an_id_and_none_twice(self) -> None:
@@ -186,7 +202,7 @@ class TestCommit:
         assert state.counters.tolist() == [193, 192, 3]
 
     def test_keep_leaves_tokens_out_of_the_mean_but_not_out_of_the_page(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = state.tokens(200)
         key[:, :, 20:30] *= 5.0
         keep = torch.ones(1, 256, dtype=torch.uint8)
@@ -203,7 +219,7 @@ class TestCommit:
         assert (got_value[:, :, 20:30] - value[:, :, 20:30]).norm() < 0.15 * value[:, :, 20:30].norm()
 
     def test_non_finite_tokens_raise_the_flag_of_their_head(self) -> None:
-        state = PackedState(PRESETS["tq4"], heads=3, row_start=(0, 0))
+        state = PackedState(sized("tq4"), heads=3, row_start=(0, 0))
         key, value = state.tokens(300)
         key[1, 2, 80, 0], value[0, 0, 150, 3] = math.inf, math.nan
         state.commit(key, value)
@@ -236,7 +252,7 @@ class TestCommit:
             assert torch.equal(got[:, :, 228:], expected[:, :, 228:])
 
     def test_too_small_a_bound_is_refused_before_anything_is_written(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = state.tokens(300)
         with pytest.raises(ValueError, match="max_due=2 is too small: 3"):
             state.commit_alone(key, value, keep=None, recent_window=64, max_due=2)
@@ -272,7 +288,7 @@ class TestGather:
             assert 0.007 < error < 0.011
 
     def test_fp16_never_overflows(self) -> None:
-        state = PackedState(PRESETS["4bit_nc"], dtype=torch.float16)
+        state = PackedState(sized("4bit_nc"), dtype=torch.float16)
         key, value = state.tokens(64)
         key[:, :, 0], value[:, :, 0] = 0, 0
         key[:, :, 0, 5], value[:, :, 0, 5] = 65504, 65504
@@ -341,7 +357,7 @@ class TestSurroundings:
         self.check(changed)
 
     def test_inputs_that_need_gradients(self) -> None:
-        state = PackedState(PRESETS["tq4"])
+        state = PackedState(sized("tq4"))
         key, value = (part.requires_grad_() for part in state.tokens(200))
         state.commit(key, value)
         out = state.attend(key[:, :, :1], key[:, :, :1], value[:, :, :1])

@@ -7,7 +7,7 @@ import torch
 
 from tq_hf import rotation
 from tq_hf.layout import padded_dim
-from tq_hf.rotation import hadamard_signs, rotate, unrotate
+from tq_hf.rotation import hadamard_signs, orthogonal_matrix, rotate, unrotate
 
 DIMS = list(range(32, 257, 32))
 
@@ -54,13 +54,32 @@ def test_rotate_multiplies_each_vector_by_h(dim: int) -> None:
     torch.testing.assert_close(rotate(x, dim).double(), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_qr_matrix_is_orthogonal_and_uniform(dim: int) -> None:
+    q = orthogonal_matrix(dim)
+    assert q.dtype == torch.float64 and q.device.type == "cpu"
+    assert (q @ q.T - torch.eye(dim)).abs().max() < 1e-12
+    gaussian = torch.randn(dim, dim, generator=torch.Generator().manual_seed(rotation._QR_SEED), dtype=torch.float64)
+    r = q.T @ gaussian  # the factors are unique, and Q uniform, where R's diagonal is positive
+    assert r.tril(-1).abs().max() < 1e-10 and (r.diagonal() > 0).all()
+    x = randn(5, dim)
+    torch.testing.assert_close(rotate(x, dim, "qr").double(), x.double() @ q.T, rtol=0, atol=2e-6)
+
+
+def test_an_unknown_rotation_is_refused() -> None:
+    for turn in (lambda: rotate(randn(2, 64), 64, "dct"), lambda: unrotate(randn(2, 64), 64, "dct")):
+        with pytest.raises(ValueError, match=r"rotation='dct' is unknown: expected one of \('hadamard', 'qr'\)"):
+            turn()
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "qr"])
 @pytest.mark.parametrize("head_dim", range(16, 257, 2))
-def test_unrotate_inverts_rotate_and_norms_stay(head_dim: int) -> None:
+def test_unrotate_inverts_rotate_and_norms_stay(head_dim: int, kind: str) -> None:
     x = randn(2, 3, 7, head_dim, seed=head_dim)
-    y = rotate(x, padded_dim(head_dim))
+    y = rotate(x, padded_dim(head_dim), kind)
     assert y.shape == (2, 3, 7, padded_dim(head_dim)) and y.dtype == torch.float32
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
-    back = unrotate(y, head_dim)
+    back = unrotate(y, head_dim, kind)
     assert back.shape == x.shape and back.dtype == torch.float32
     assert ((back - x).norm(dim=-1) <= 1e-6 * x.norm(dim=-1)).all()
 
@@ -87,22 +106,25 @@ def test_autocast_does_not_lower_the_precision() -> None:
     assert torch.equal(back, unrotate(y, 128))
 
 
-def test_global_state_of_torch_does_not_matter() -> None:
+@pytest.mark.parametrize("kind", ["hadamard", "qr"])
+def test_global_state_of_torch_neither_matters_nor_changes(kind: str) -> None:
     x = randn(2, 80)
-    expected = rotate(x, 96)
+    expected = rotate(x, 96, kind)
+    random_state = torch.get_rng_state()
     hadamard_signs.cache_clear()
     rotation._rotation.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode():
-            y = rotate(x, 96)
+            y = rotate(x, 96, kind)
             signs = [hadamard_signs(dim) for dim in (64, 96, 224)]
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(y, expected)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(t.dtype == torch.int8 and t.device.type == "cpu" and not t.is_inference() for t in signs)
     x.requires_grad_()
-    torch.autograd.grad(rotate(x, 96).sum(), x)  # an inference tensor in the cache would raise here
+    torch.autograd.grad(rotate(x, 96, kind).sum(), x)  # an inference tensor in the cache would raise here
 
 
 def test_meta_tensors_keep_their_device() -> None:
@@ -113,8 +135,9 @@ def test_meta_tensors_keep_their_device() -> None:
 
 @pytest.mark.parametrize("dim", [0, -32, 16, 48, 100, 288, 512, 64.5])
 def test_a_dim_without_a_matrix_is_refused_by_name(dim: int) -> None:
-    with pytest.raises(ValueError, match=f"dim={dim} "):
-        hadamard_signs(dim)
+    for matrix in (hadamard_signs, orthogonal_matrix):
+        with pytest.raises(ValueError, match=f"dim={dim} "):
+            matrix(dim)
 
 
 def test_rotate_refuses_dims_that_do_not_fit() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import compare  # scripts/compare.py
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from tq_hf import embedded_model
 
 ROOT = Path(__file__).parents[1]
 KEYS = ["model", "preset", "prompt_tokens", "new_tokens", "bytes_dynamic", "bytes_packed", "ratio", "packed_tokens"]
@@ -106,15 +108,15 @@ def test_a_hub_id_without_a_connection_is_one_line(
     def offline(*args: Any, **kwargs: Any) -> Any:
         raise OSError("We couldn't connect to the hub\nto load this file.")
 
-    monkeypatch.setattr(compare.AutoConfig, "from_pretrained", offline)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     assert "hub id (no folder of that name exists) some/model: We couldn't connect" in error(capsys, "--model", "some/model")
 
 
 def test_no_embedded_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> Path:
-        raise compare.embedded_model.EmbeddedModelError("no network.")
+        raise embedded_model.EmbeddedModelError("no network.")
 
-    monkeypatch.setattr(compare.embedded_model, "embedded_model", failing)
+    monkeypatch.setattr(embedded_model, "embedded_model", failing)
     assert error(capsys) == "error: no network."
 
 

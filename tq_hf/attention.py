@@ -166,7 +166,7 @@ def _packed(
         out = attend_first(query, step, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
         out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
-    layer.commit(step, keep)
+    layer.commit(step, keep, query)
     return out
 
 

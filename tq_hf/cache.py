@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .layer import LayerReport, TurboQuantLayer
+from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
 from .pages import BlockTable
@@ -117,10 +118,10 @@ class TurboQuantCache(Cache):
                 f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (transformers"
                 f" caches them as {kinds}): use transformers' own cache classes."
             )
-        exact = _boundary(packable, len(stock.layers), self.quantization.boundary_layers)
+        exact = boundary_layers(text, packable, self.quantization.boundary_layers)
         settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
-        unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False)
+        unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
         for i in packable:
             layer_config = unquantized if i in exact else settings
             stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
@@ -231,7 +232,7 @@ class TurboQuantCache(Cache):
         """Tokens packed and exact, bytes and the ratio to bf16, layer by layer."""
         layers = []
         for i, layer in enumerate(self.layers):
-            layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else _stock_report(i, layer))
+            layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
         return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
 
     def check(self) -> None:
@@ -272,14 +273,6 @@ class TurboQuantCache(Cache):
         )
 
 
-def _boundary(packable: list[int], layers: int, count: int) -> set[int]:
-    """Layers to keep exact: `count` at each end of a dense model, at most half of its layers; none on hybrids."""
-    if len(packable) < layers:
-        return set()
-    count = min(count, layers // 4)
-    return set(packable[:count] + packable[len(packable) - count :])
-
-
 def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:
     """The configs of these layers, where a model's layers differ; else the one config."""
     per_layer = getattr(config, "per_layer_config", None)
@@ -299,7 +292,7 @@ def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
         quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
 
 
-def _stock_report(index: int, layer: Any) -> LayerReport:
+def stock_report(index: int, layer: Any) -> LayerReport:
     """One of transformers' own layers: everything it holds is exact."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]

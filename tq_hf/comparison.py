@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .config import TurboQuantConfig
 from .memory import storage_bytes
 
 Progress = Callable[[int], None]
+SLICE_ELEMENTS = 1 << 26  # log-probabilities that are compared at once, in fp32: 256 MB a tensor
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,92 @@ def text_chunks(length: int, config: TurboQuantConfig, positions: int | None = N
     return list(zip([0, *ends], ends))
 
 
+@dataclass(frozen=True)
+class TextScores:
+    """The next-token distributions with an exact and with a packed cache, position by position over the same texts.
+
+    All are fp32 [texts, positions] on the model's device, for the positions that read packed pages. The last position of
+    a text has nothing to predict: its `nll_*` are NaN.
+
+    Attributes:
+        kl: KL(exact || packed) in nats.
+        same: 1 where both rank the same token first, else 0.
+        nll_exact, nll_packed: -log p(the text's next token), in nats.
+    """
+
+    kl: Tensor
+    same: Tensor
+    nll_exact: Tensor
+    nll_packed: Tensor
+
+
 @torch.no_grad()
+def score_texts(
+    model: Any,
+    input_ids: Tensor,
+    exact: Any,
+    packed: Sequence[Any],
+    chunks: Sequence[tuple[int, int]],
+    progress: Progress | None = None,
+) -> list[TextScores]:
+    """Feed texts through an exact and several packed caches in lockstep, chunk by chunk, and compare their logits.
+
+    The first chunk is a prompt, whose positions attend to its exact states and do not count. Nothing is read back from
+    the device but what the caches read, so the host runs ahead of a GPU.
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: int64 [texts, length], on the model's device, without padding.
+        exact: an empty cache to compare with, such as `DynamicCache(config=model.config)`.
+        packed: empty caches, all of which `chunks` fits: `TurboQuantCache`, or what has its `report()`.
+        chunks: from `text_chunks`.
+        progress: called with the number of tokens done, over all texts and packed caches, after each chunk.
+
+    Returns:
+        One `TextScores` a packed cache.
+
+    Raises:
+        ValueError: there is no chunk after the prompt, or a cache has packed nothing by then.
+    """
+    rows, length = input_ids.shape
+    first = chunks[0][1]
+    if len(chunks) < 2:
+        raise ValueError(
+            f"a text of {length} tokens reads no packed page: the first page is packed after {first} tokens."
+        )
+    argument = cache_argument(model)
+    following = input_ids.roll(-1, dims=1)
+    scores = [torch.empty(4, rows, length - first, device=input_ids.device) for _ in packed]
+    for start, end in chunks:
+        chunk = input_ids[:, start:end]
+        reference = model(chunk, use_cache=True, **{argument: exact}).logits
+        for cache, scored in zip(packed, scores):
+            logits = model(chunk, use_cache=True, **{argument: cache}).logits
+            if start:
+                _compare(reference, logits, following[:, start:end], scored[:, :, start - first : end - first])
+            elif not cache.report().packed_tokens:
+                raise ValueError(f"no page is packed after {first} tokens: nothing could be measured.")
+            del logits  # before the next ones are made: they are the largest tensors
+        if progress is not None:
+            progress(rows * (end - start) * len(packed))
+    for scored in scores:
+        scored[2:, :, -1] = torch.nan
+    return [TextScores(*scored) for scored in scores]
+
+
+def _compare(reference: Tensor, logits: Tensor, following: Tensor, out: Tensor) -> None:
+    """Write `TextScores` of a chunk, [4, texts, n], from logits [texts, n, vocabulary]; a slice of texts at a time."""
+    step = max(1, SLICE_ELEMENTS // reference[0].numel())
+    for i in range(0, len(reference), step):
+        some = slice(i, i + step)
+        p, q = F.log_softmax(reference[some].float(), dim=-1), F.log_softmax(logits[some].float(), dim=-1)
+        target = following[some].unsqueeze(-1)
+        out[0, some] = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        out[1, some] = reference[some].argmax(-1) == logits[some].argmax(-1)
+        out[2, some] = -p.gather(-1, target).squeeze(-1)
+        out[3, some] = -q.gather(-1, target).squeeze(-1)
+
+
 def logit_agreement(
     model: Any,
     input_ids: Tensor,
@@ -147,37 +233,16 @@ def logit_agreement(
     positions: int | None = None,
     progress: Progress | None = None,
 ) -> Agreement:
-    """Feed a text through two caches, chunk by chunk, and compare the next-token distributions.
-
-    The first part of the text is a prompt, whose positions attend to its exact states and do not count.
+    """How far a packed cache's next-token distributions are from an exact one's, over one text: see `score_texts`.
 
     Args:
-        model: a causal language model of transformers.
         input_ids: int64 [1, length], on the model's device.
-        exact: an empty cache to compare with, such as `DynamicCache(config=model.config)`.
-        packed: an empty cache, whose page size decides the chunks.
         positions: how many positions to compare, at least, at the end of the text; None: as many as there can be.
-        progress: called with the number of tokens done, after each chunk.
 
     Raises:
         ValueError: the text is too short for any position to read a packed page.
     """
-    argument = cache_argument(model)
-    kl, same, counted = 0.0, 0, 0
-    for start, end in text_chunks(input_ids.shape[1], packed.quantization, positions):
-        chunk = input_ids[:, start:end]
-        counts = packed.report().packed_tokens > 0
-        reference, logits = (model(chunk, use_cache=True, **{argument: cache}).logits for cache in (exact, packed))
-        if counts:
-            p, q = F.log_softmax(reference.float(), dim=-1), F.log_softmax(logits.float(), dim=-1)
-            kl += F.kl_div(q, p, log_target=True, reduction="sum").item()
-            same += int((reference.argmax(-1) == logits.argmax(-1)).sum())
-            counted += end - start
-        if progress is not None:
-            progress(end - start)
-    if not counted:
-        raise ValueError(
-            f"a text of {input_ids.shape[1]} tokens reads no packed page: the first page is packed after"
-            f" {first_page_tokens(packed.quantization)} tokens."
-        )
-    return Agreement(kl=max(kl / counted, 0.0), top1=same / counted, positions=counted)
+    chunks = text_chunks(input_ids.shape[1], packed.quantization, positions)
+    (scores,) = score_texts(model, input_ids, exact, [packed], chunks, progress)
+    kl = scores.kl.double().mean().item()
+    return Agreement(kl=max(kl, 0.0), top1=scores.same.double().mean().item(), positions=scores.kl.numel())

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .config import MODEL_DTYPES, TurboQuantConfig
+from .layout import PageLayout
 from .memory import storage_bytes
 from .packed_kv import PackedKV, Step
 from .pages import BlockTable
@@ -78,7 +79,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
-        layout = self.config.layout(key_states.shape[-1], value_states.shape[-1], key_states.dtype)
+        layout = self._layout(key_states, value_states)
         batch, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.layout_name = layout.name
@@ -99,6 +100,11 @@ class TurboQuantLayer(CacheLayerMixin):
         self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
         self.counters[1] = self.packed_end = self.config.sink_tokens
+        self.balance = self.query_energy = None
+        if self.config.balance_keys:
+            shape = (batch, heads, self.key_dim)
+            self.balance = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.query_energy = torch.zeros_like(self.balance)
         self.is_initialized = True
         if self.table.is_static and not torch.compiler.is_compiling():
             # A fixed address lets CUDA graphs read and write the state in place.
@@ -110,6 +116,8 @@ class TurboQuantLayer(CacheLayerMixin):
         if not self.is_initialized:
             return []
         state = [self.pool, self.ring_key, self.ring_value, self.sink_key, self.sink_value, self.flags, self.counters]
+        if self.balance is not None and self.query_energy is not None:
+            state += [self.balance, self.query_energy]
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
         return state
@@ -169,7 +177,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if limit is not None and key.shape[2] > limit:
             raise RuntimeError(_over_capacity(limit))
         if not self.is_initialized:
-            self.config.layout(key.shape[-1], value.shape[-1], key.dtype)  # raises where there is no layout
+            self._layout(key, value)  # raises where there is none
             return
         given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
@@ -178,6 +186,18 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
                 " call cache.reset() before using it with another model, dtype or device."
             )
+
+    def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
+        """The layout for such states, or `ValueError` where they have none or it cannot serve a static cache."""
+        layout = self.config.layout(key.shape[-1], value.shape[-1], key.dtype)
+        if self.table.is_static and key.device.type != "cpu" and not ops.has_kernels(layout.name):
+            raise ValueError(
+                f"max_cache_len={self.table.max_cache_len} on {key.device} needs Triton kernels, and there are none for"
+                f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
+                f" scale={layout.scale!r}: leave max_cache_len out, choose another preset, or run on"
+                " the CPU."
+            )
+        return layout
 
     def _check_capacity(self, new: int) -> None:
         limit = self.table.max_cache_len
@@ -209,11 +229,11 @@ class TurboQuantLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.table.max_cache_len is None else self.table.max_cache_len
 
-    def _state(self) -> tuple[Tensor, ...]:
+    def _state(self) -> tuple[Tensor | None, ...]:
         """What every op reads, in the ops' order."""
         table = self.on_device
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        return (self.pool, *exact, table.page_ids, table.entries, table.row_start, self.counters)
+        return (self.pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
 
     # -- attention and storing ---------------------------------------------------------------------------------------
     def attend(
@@ -256,11 +276,12 @@ class TurboQuantLayer(CacheLayerMixin):
         )
         return ops.inference_only(out, query, step.key, step.value)
 
-    def commit(self, step: Step, keep: Tensor | None) -> None:
+    def commit(self, step: Step, keep: Tensor | None, query: Tensor | None = None) -> None:
         """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
 
         Args:
             keep: bool or uint8 [B, >= length + n], zero where a position is padding; None: no padding.
+            query: [B, Hq, n, D], the queries of these tokens, where an attention function has seen them.
         """
         if step.committed:
             return
@@ -268,6 +289,8 @@ class TurboQuantLayer(CacheLayerMixin):
         starts = new > 1 or step.is_first or (not self.table.is_static and self.table.is_padding_only(step.start))
         if keep is not None and starts:
             self.table.note_padding(keep, self.counters[0] if self.table.is_static else step.start, new)
+        key = _rows(step.key)
+        self._observe(query, key, keep)
         if self.table.is_static:
             most_due = (new + self.config.page_size - 1) // self.config.page_size
         else:
@@ -277,7 +300,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self._grow(self.table.pages.capacity)
             self.length += new
         ops.commit(
-            _rows(step.key),
+            key,
             _rows(step.value),
             *self._state(),
             self.flags,
@@ -289,6 +312,31 @@ class TurboQuantLayer(CacheLayerMixin):
         step.committed = True
         self.is_empty = False
         self.pending = None
+
+    def _observe(self, query: Tensor | None, key: Tensor, keep: Tensor | None) -> None:
+        """Take the new tokens' part in the balance of key channels, before they are committed."""
+        if self.balance is None:
+            return
+        sinks = self.config.sink_tokens
+        if not self.table.is_static and self.packed_end > max(self.table.row_starts) + sinks:
+            return  # every row has its first page, and with it its factors
+        if query is not None:
+            query = query.detach()
+            if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
+                query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
+        ops.observe(
+            query,
+            key,
+            self.ring_key,
+            self.on_device.row_start,
+            self.counters,
+            self.balance,
+            self.query_energy,
+            keep,
+            self.config.page_size,
+            sinks,
+            self.config.recent_window,
+        )
 
     def require_mask(self, step: Step, query: Tensor, mask: Tensor | None) -> None:
         """Refuse a mask that does not fit [B or 1, 1, q or 1, length], and forget the step.
@@ -369,22 +417,32 @@ class TurboQuantLayer(CacheLayerMixin):
             self.counters.zero_()
             self.counters[1] = self.config.sink_tokens
             self.flags.zero_()
+            self._forget_balance()
             return
         self._forget()
-        for name in ("pool", "ring_key", "ring_value", "sink_key", "sink_value", "flags", "counters", "on_device"):
+        tensors = "pool ring_key ring_value sink_key sink_value flags counters on_device balance query_energy"
+        for name in tensors.split():
             self.__dict__.pop(name, None)
+
+    def _forget_balance(self) -> None:
+        if self.balance is not None and self.query_energy is not None:
+            self.balance.zero_()
+            self.query_energy.zero_()
 
     def cut(self, length: int, packed_end: int, used: int) -> None:
         """Forget positions from `length` on, as the table has done (`BlockTable.crop`)."""
         self.length, self.packed_end = length, packed_end
         self.is_empty = length == 0
+        if self.is_empty:
+            self._forget_balance()
         self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32))
 
     @torch.inference_mode(False)
     def select_rows(self, indices: Tensor) -> None:
         """Copy the exact parts of rows; their pages moved in the table."""
         index = indices.to(self.device)
-        for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
+        names = ["ring_key", "ring_value", "sink_key", "sink_value"]
+        for name in names if self.balance is None else [*names, "balance", "query_energy"]:
             setattr(self, name, getattr(self, name).index_select(0, index))
 
     # -- reports -----------------------------------------------------------------------------------------------------

@@ -28,8 +28,14 @@ So four codes of a key belong to one token, and four codes of a value to one dim
 Word `p` of a lane stands at `128 * (p // 4) + 4 * lane + p % 4`, so that four words are one 16-byte load; the last
 `words_per_lane % 4` words of each lane stand side by side behind the whole quads.
 
-**Metadata** is fp16, one value per token and field, in the order key scale, value scale, value minimum (those that the
-formats have). Two fields share a block `[g][2][r]`, a third has its own block `[g][r]`; the token is 8r + g.
+**Codes.** A `lloyd_max` code counts the levels of the codebook upwards, a `min_max` or `grouped` one the steps above the
+minimum. A `qjl` code of b bits at dimension i has in its low bits the (b - 1)-bit Lloyd-Max code of coordinate i of the
+rotated key, and in its top bit whether coordinate i of the residual's sketch is not negative.
+
+**Metadata** is fp16, one value per token and field, in the order key scale, norm of the key's residual (`qjl`), value scale,
+value minimum (those that the formats have); `grouped` has a scale and a minimum for each 32 dimensions that follow each
+other, in the order scale 0, minimum 0, scale 1, ... Two fields share a block `[g][2][r]`, blocks follow each other, and the
+last of an odd number of fields has its own block `[g][r]`; the token is 8r + g.
 """
 
 from __future__ import annotations
@@ -43,8 +49,11 @@ LANES = 32
 RUN_CODES = 8
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 PAGE_SIZES = (32, 64, 128, 256)
-KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
-VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "raw": (16, 32)}
+KEY_WIDTHS = {"lloyd_max": (2, 3, 4), "qjl": (2, 3, 4), "fp8": (8,), "raw": (16, 32)}
+VALUE_WIDTHS = {"lloyd_max": (2, 3, 4), "min_max": (2, 3, 4, 8), "grouped": (2, 3, 4), "raw": (16, 32)}
+VALUE_GROUP_DIMS = 32  # the dimensions of a `grouped` vector that share a scale and a minimum
+ROTATIONS = ("hadamard", "qr")
+SCALES = ("norm", "norm_corrected", "fitted")
 # The bits of a layer's `flags`: a vector that was stored as zero, or a number clamped to its stored format.
 NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED = 1, 2, 4
 
@@ -80,6 +89,18 @@ def require_page(page_size: int, center_keys: bool, key_format: str) -> None:
         raise ValueError(f"page_size={page_size!r} is not allowed: expected one of {PAGE_SIZES}.")
 
 
+def require_rotation(rotation: str, scale: str, key_format: str) -> None:
+    """Raise `ValueError` unless vectors can be rotated so, and keys of this format scaled so."""
+    if rotation not in ROTATIONS:
+        raise ValueError(f"rotation={rotation!r} is unknown: expected one of {ROTATIONS}.")
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale!r} is unknown: expected one of {SCALES}.")
+    if scale != "norm" and key_format == "qjl":
+        raise ValueError(
+            f"scale={scale!r} would bias the scores of key_format='qjl', which are unbiased without it: pass scale='norm'."
+        )
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Where everything stands in a page.
@@ -87,12 +108,18 @@ class PageLayout:
     Args:
         key_dim, value_dim: dimensions of a key and a value head; even, 16 to 256.
         page_size: tokens a page; one of `PAGE_SIZES`.
-        key_format: `"lloyd_max"`, `"fp8"` or `"raw"`.
-        key_bits: bits a key code: 2, 3, 4 (`lloyd_max`), 8 (`fp8`), 16 or 32 (`raw`).
-        value_format: `"lloyd_max"`, `"min_max"` or `"raw"`.
+        key_format: `"lloyd_max"`, `"qjl"`, `"fp8"` or `"raw"`.
+        key_bits: bits a key code: 2, 3, 4 (`lloyd_max`, and `qjl` with its sign), 8 (`fp8`), 16 or 32 (`raw`).
+        value_format: `"lloyd_max"`, `"min_max"`, `"grouped"` or `"raw"`.
         value_bits: bits a value code: 2, 3, 4 (also 8 for `min_max`), 16 or 32 (`raw`).
         center_keys: whether the page starts with the mean of its keys.
         codebook: which Lloyd-Max levels the codes index: `"gaussian"`, `"beta"` or `"int8_grid"`.
+        rotation: the matrix that rotates what is rotated: `"hadamard"` or `"qr"`.
+        scale: what a `lloyd_max` vector's stored scale does. Levels are means of their cells, so they alone are too short.
+            `"norm_corrected"`: restores the vector's norm. `"fitted"`: a value's image projects onto the value as long as
+            it is, which leaves sums of values unbiased (EDEN, https://proceedings.mlr.press/v162/vargaftik22a.html); a
+            key gets the geometric mean of that and the norm correction, as noisy scores weigh more under the softmax's
+            exponential. `"norm"`: a key keeps its norm over sqrt(padded dim), as in the paper; values are corrected.
 
     Raises:
         ValueError: a dimension, page size, format or width that has no layout.
@@ -107,6 +134,8 @@ class PageLayout:
     value_bits: int
     center_keys: bool
     codebook: str
+    rotation: str = "hadamard"
+    scale: str = "norm_corrected"
 
     def __post_init__(self) -> None:
         for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
@@ -118,6 +147,7 @@ class PageLayout:
         require_format("key", self.key_format, self.key_bits)
         require_format("value", self.value_format, self.value_bits)
         require_page(self.page_size, self.center_keys, self.key_format)
+        require_rotation(self.rotation, self.scale, self.key_format)
 
     # -- names: an op of torch.library takes a layout as a string ----------------------------------------------------
     @property
@@ -129,8 +159,8 @@ class PageLayout:
     @lru_cache(maxsize=None)
     def from_name(name: str) -> PageLayout:
         """The layout that `name` describes (cached: ops call this at every step)."""
-        kd, vd, page, kf, kb, vf, vb, center, codebook = name.split(",")
-        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook)
+        kd, vd, page, kf, kb, vf, vb, center, codebook, rotation, scale = name.split(",")
+        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, scale)
 
     # -- dimensions --------------------------------------------------------------------------------------------------
     @property
@@ -143,7 +173,7 @@ class PageLayout:
 
     @property
     def rotates_keys(self) -> bool:
-        return self.key_format == "lloyd_max"
+        return self.key_format in ("lloyd_max", "qjl")
 
     @property
     def rotates_values(self) -> bool:
@@ -153,17 +183,19 @@ class PageLayout:
     @property
     def metadata(self) -> tuple[str, ...]:
         """The fp16 fields each token has, in their order in the group."""
-        key = ("key_scale",) if self.key_format == "lloyd_max" else ()
-        value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min"), "raw": ()}[self.value_format]
+        key = {"lloyd_max": ("key_scale",), "qjl": ("key_scale", "key_residual")}.get(self.key_format, ())
+        value = {"lloyd_max": ("value_scale",), "min_max": ("value_scale", "value_min")}.get(self.value_format, ())
+        if self.value_format == "grouped":
+            for i in range(self.value_dim_padded // VALUE_GROUP_DIMS):
+                value += (f"value_scale_{i}", f"value_min_{i}")
         return key + value
 
     def metadata_offset(self, field: str, token: int = 0) -> int:
         """Offset in halves (fp16), from the start of the group's metadata, of `field` of a token (0..31)."""
         g, r = token % 8, token // 8
         i = self.metadata.index(field)
-        if len(self.metadata) == 1 or i == 2:
-            return 64 * (i // 2) + 4 * g + r
-        return 8 * g + 4 * i + r
+        block, alone = 64 * (i // 2), i % 2 == 0 and i + 1 == len(self.metadata)
+        return block + (4 * g + r if alone else 8 * g + 4 * (i % 2) + r)
 
     # -- words -------------------------------------------------------------------------------------------------------
     @property
@@ -216,4 +248,3 @@ def lane_word_offset(lane: int, word: int, words_per_lane: int) -> int:
     if word < 4 * quads:
         return 128 * (word // 4) + 4 * lane + word % 4
     return 128 * quads + lane * (words_per_lane - 4 * quads) + (word - 4 * quads)
-

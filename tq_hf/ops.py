@@ -1,4 +1,7 @@
-"""The three operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
+"""The operations on a packed layer, as `torch.library` ops: torch reference on CPU, Triton kernels on CUDA.
+
+Layouts that the kernels do not know (`has_kernels`) run in the reference on CUDA too. It reads lengths on the host, and so
+cannot serve a static cache there.
 
 A layer's state is a set of flat tensors, so that the ops can be traced by `torch.compile`. With B rows, H KV heads,
 S sink tokens, a ring of R = recent window + page slots and a block table of E entries:
@@ -12,6 +15,8 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
 | row_start | int32 [B] | position of each row's first token that is not padding |
 | counters | int32 [3] | tokens committed, first position not in a page, entries in use |
+| balance | fp32 [B, H, D] or None | factors of the key channels (`conditioning.py`); 0 for rows without a page |
+| query_energy | fp32 [B, H, D] | what the factors are made from |
 | flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together. Counters live on
@@ -23,6 +28,7 @@ the device: nothing here reads them on the host where that would wait for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +39,7 @@ from .layout import PageLayout
 
 _STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
 _TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
-_READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, "
+_READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, Tensor? balance, "
 _WRITE = _STATE.format(p="(a!)", r="(b!)", s="(c!)").replace("(b!) ring_value", "(d!) ring_value").replace(
     "(c!) sink_value", "(e!) sink_value"
 )
@@ -44,8 +50,12 @@ _library.define(
     " float softcap, bool causal, SymInt max_entries) -> Tensor"
 )
 _library.define(
-    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor(g!) flags, Tensor? keep, str layout,"
-    " int recent_window, SymInt max_due) -> ()"
+    f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep,"
+    " str layout, int recent_window, SymInt max_due) -> ()"
+)
+_library.define(
+    "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"
+    " Tensor(b!) query_energy, Tensor? keep, int page_size, int sinks, int recent_window) -> ()"
 )
 _library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
 
@@ -55,7 +65,7 @@ def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(batch, length, heads, value.shape[-1])
 
 
-def _commit_fake(*_: object) -> None:
+def _no_result(*_: object) -> None:
     return None
 
 
@@ -69,6 +79,7 @@ def _gather_fake(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     layout: str,
     length: int,
 ) -> tuple[Tensor, Tensor]:
@@ -79,8 +90,24 @@ def _gather_fake(
     )
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+@lru_cache(maxsize=None)  # asked at every call
+def has_kernels(layout: str) -> bool:
+    """Whether the Triton kernels know the layout of this name; if not, the reference does its work on every device."""
+    page = PageLayout.from_name(layout)
+    if page.key_format == "qjl" or page.value_format == "grouped":
+        return False
+    if page.rotation != "hadamard" and (page.rotates_keys or page.rotates_values):
+        return False
+    return page.scale != "norm" or page.key_format != "lloyd_max"
+
+
+def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
+    names = [argument.name for argument in getattr(torch.ops.tq_hf, name).default._schema.arguments]
+    layout = names.index("layout") if "layout" in names else None
+
     def launch(*args: Any) -> Any:
+        if layout is not None and not has_kernels(args[layout]):
+            return in_reference(*args)
         from . import kernels  # imported on first use: a machine without a GPU needs no Triton
 
         return getattr(kernels, name)(*args)
@@ -90,14 +117,16 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 for _name, _reference, _fake in (
     ("attend", reference.attend, _attend_fake),
-    ("commit", reference.commit, _commit_fake),
+    ("observe", reference.observe, _no_result),
+    ("commit", reference.commit, _no_result),
     ("gather", reference.gather, _gather_fake),
 ):
     _library.impl(_name, _reference, "CPU")
-    _library.impl(_name, _kernel(_name), "CUDA")
+    _library.impl(_name, _on_cuda(_name, _reference), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = torch.ops.tq_hf.attend
+observe = torch.ops.tq_hf.observe
 commit = torch.ops.tq_hf.commit
 gather = torch.ops.tq_hf.gather
 
@@ -184,6 +213,7 @@ def attend_exact(
         zeros(1, 2),
         zeros(batch),
         zeros(3),
+        None,
         mask,
         aux_sinks,
         layout.name,

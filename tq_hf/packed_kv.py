@@ -45,12 +45,13 @@ class PackedKV:
     `shape`, `dtype`, `device`, `size()`, `dim()` cost nothing; every other use dequantizes the history once.
     """
 
-    __slots__ = ("is_key", "repeats", "step")
+    __slots__ = ("is_cut", "is_key", "repeats", "step")
 
-    def __init__(self, step: Step, is_key: bool, repeats: int = 1) -> None:
+    def __init__(self, step: Step, is_key: bool, repeats: int = 1, is_cut: bool = False) -> None:
         self.step = step
         self.is_key = is_key
         self.repeats = repeats  # query heads a KV head, after transformers' repeat_kv
+        self.is_cut = is_cut  # a static cache's first prompt, without the empty positions behind it
 
     @property
     def raw(self) -> Tensor:
@@ -59,8 +60,9 @@ class PackedKV:
 
     @property
     def shape(self) -> torch.Size:
-        batch, heads, _, dim = self.raw.shape
-        return torch.Size((batch, heads * self.repeats, self.step.layer.visible_length(self.step), dim))
+        batch, heads, new, dim = self.raw.shape
+        length = new if self.is_cut else self.step.layer.visible_length(self.step)
+        return torch.Size((batch, heads * self.repeats, length, dim))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +84,11 @@ class PackedKV:
 
     def dense(self) -> Tensor:
         """The dequantized states as a tensor, [B, H * repeats, length, D]."""
-        dense = self.step.layer.dense(self.step)[0 if self.is_key else 1]
+        if self.is_cut:
+            self.step.layer.commit(self.step, keep=None)
+            dense = self.raw
+        else:
+            dense = self.step.layer.dense(self.step)[0 if self.is_key else 1]
         return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,9 +107,7 @@ class PackedKV:
             if index == (every, every, None, every, every):  # the first step of transformers' repeat_kv
                 return _HeadRepeat(self)
             if self.step.is_first and index == (every, every, slice(None, self.raw.shape[2]), every):
-                # A static cache's first prompt, cut to what is filled: the raw states are exactly that.
-                self.step.layer.commit(self.step, keep=None)
-                return self.raw if self.repeats == 1 else self.raw.repeat_interleave(self.repeats, dim=1)
+                return PackedKV(self.step, self.is_key, self.repeats, is_cut=True)
         return self.dense()[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -158,7 +162,8 @@ class _HeadRepeat:
         batch, heads, length, dim = self._handle.shape
         wanted = sizes[0] if len(sizes) == 1 else sizes
         if tuple(wanted) == (batch, heads * self._repeats, length, dim):
-            return PackedKV(self._handle.step, self._handle.is_key, self._handle.repeats * self._repeats)
+            handle = self._handle
+            return PackedKV(handle.step, handle.is_key, handle.repeats * self._repeats, handle.is_cut)
         return self._dense().reshape(*sizes)
 
     def _dense(self) -> Tensor:
@@ -173,7 +178,7 @@ class _HeadRepeat:
 def are_pair(key: Any, value: Any) -> bool:
     """Whether these are the key's and the value's handle of one update."""
     handles = isinstance(key, PackedKV) and isinstance(value, PackedKV)
-    return handles and key.step is value.step and key.is_key and not value.is_key
+    return handles and key.step is value.step and key.is_key and not value.is_key and key.is_cut == value.is_cut
 
 
 def densify(value: Any) -> Any:
@@ -231,6 +236,8 @@ def scaled_dot_product_attention(
     meaningful for a first prompt.
     """
     packed = are_pair(key, value)
+    if isinstance(key, PackedKV) and key.is_cut and attn_mask is not None:
+        packed = False
     readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
     if packed and readable and dropout_p == 0.0 and (scale is None or scale > 0):
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
@@ -240,12 +247,12 @@ def scaled_dot_product_attention(
         layer.require_mask(step, query, attn_mask)
         if step.is_first:
             out = attend_first(query, step, attn_mask, is_causal, scale)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
             return out
         if not is_causal:
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
             out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]))
+            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
             return out
     return F.scaled_dot_product_attention(
         query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -1,8 +1,11 @@
-"""The Hadamard rotation that makes the coordinates of any vector look Gaussian.
+"""The rotations that make the coordinates of any vector look Gaussian.
 
-One matrix a dimension, shared by all layers and heads. Powers of two take Sylvester's matrix, which is symmetric; the
-other multiples of 32 take the Kronecker product of a Paley matrix of order 12, 20 or 28
-(https://doi.org/10.1002/sapm1933121311) with Sylvester's.
+One matrix a dimension and kind, shared by all layers and heads.
+
+- `"hadamard"`: powers of two take Sylvester's matrix, which is symmetric; the other multiples of 32 take the Kronecker
+  product of a Paley matrix of order 12, 20 or 28 (https://doi.org/10.1002/sapm1933121311) with Sylvester's.
+- `"qr"`: a matrix drawn uniformly from the orthogonal ones, the same at every run, as in the paper
+  (https://arxiv.org/abs/2504.19874).
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .layout import MAX_HEAD_DIM
+from .layout import MAX_HEAD_DIM, ROTATIONS
 
 DIM_STEP = 32
 _PALEY_I_PRIMES = {3: 11, 5: 19}  # odd part of the dimension -> prime q, q % 4 == 3, order q + 1
 _PALEY_II_PRIMES = {7: 13}  # odd part of the dimension -> prime q, q % 4 == 1, order 2 (q + 1)
+_QR_SEED = 0x7142
 
 
 @lru_cache(maxsize=None)
@@ -34,11 +38,7 @@ def hadamard_signs(dim: int) -> Tensor:
     Raises:
         ValueError: any other dim.
     """
-    if not isinstance(dim, int) or dim % DIM_STEP or not DIM_STEP <= dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"dim={dim!r} has no Hadamard matrix here: expected a multiple of {DIM_STEP} from {DIM_STEP} to"
-            f" {MAX_HEAD_DIM}. Pad the vectors to the next multiple."
-        )
+    _require_dim(dim)
     odd = dim
     while odd % 2 == 0:
         odd //= 2
@@ -51,21 +51,44 @@ def hadamard_signs(dim: int) -> Tensor:
         return signs
 
 
-def rotate(x: Tensor, dim_padded: int) -> Tensor:
-    """Pads vectors with zeros to `dim_padded` and rotates each: H x / sqrt(dim_padded). Norms stay.
+def orthogonal_matrix(dim: int) -> Tensor:
+    """The `"qr"` matrix of a dimension: the orthogonal factor of a Gaussian matrix, always the same.
+
+    The signs of R's diagonal are made positive: the factors are then unique, and Q is uniformly distributed
+    (https://arxiv.org/abs/math-ph/0609050). The numbers come from a generator of their own.
+
+    Args:
+        dim: a multiple of 32, 32 to 256.
+
+    Returns:
+        float64 [dim, dim] on the CPU.
+
+    Raises:
+        ValueError: any other dim.
+    """
+    _require_dim(dim)
+    generator = torch.Generator(device="cpu").manual_seed(_QR_SEED)
+    gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64, device="cpu")
+    q, r = torch.linalg.qr(gaussian)
+    return q * r.diagonal().sign()
+
+
+def rotate(x: Tensor, dim_padded: int, rotation: str = "hadamard") -> Tensor:
+    """Pads vectors with zeros to `dim_padded` and rotates each: H x / sqrt(dim_padded), or Q x. Norms stay.
 
     Args:
         x: [..., d] of any floating dtype and strides, d at most `dim_padded`.
         dim_padded: a multiple of 32, 32 to 256.
+        rotation: `"hadamard"` or `"qr"`.
 
     Returns:
         float32 [..., dim_padded], computed in float32 even under autocast. (Like any float32 product, it loses
         precision on a GPU if `torch.backends.cuda.matmul.allow_tf32` is set.)
 
     Raises:
-        ValueError: `dim_padded` without a matrix, or smaller than d.
+        ValueError: `dim_padded` without a matrix, or smaller than d; an unknown rotation.
     """
-    matrix = _rotation(dim_padded, x.device)
+    matrix = _rotation(dim_padded, x.device, rotation)
     d = x.shape[-1]
     if d > dim_padded:
         raise ValueError(f"vectors of {d} dimensions do not fit dim_padded={dim_padded}: expected at most that many.")
@@ -73,21 +96,22 @@ def rotate(x: Tensor, dim_padded: int) -> Tensor:
         return x.float() @ matrix[:, :d].mT  # the columns left out meet the zeros of the padding
 
 
-def unrotate(y: Tensor, dim: int) -> Tensor:
-    """Undoes `rotate`: the first `dim` coordinates of Hᵀ y / sqrt(dim_padded).
+def unrotate(y: Tensor, dim: int, rotation: str = "hadamard") -> Tensor:
+    """Undoes `rotate`: the first `dim` coordinates of Hᵀ y / sqrt(dim_padded), or of Qᵀ y.
 
     Args:
         y: [..., dim_padded] of any floating dtype and strides; dim_padded as for `rotate`.
         dim: the dimension before padding, 1 to dim_padded.
+        rotation: as for `rotate`.
 
     Returns:
         float32 [..., dim], computed as `rotate` does.
 
     Raises:
-        ValueError: a dim_padded without a matrix, or dim out of range.
+        ValueError: a dim_padded without a matrix, or dim out of range; an unknown rotation.
     """
     dim_padded = y.shape[-1]
-    matrix = _rotation(dim_padded, y.device)
+    matrix = _rotation(dim_padded, y.device, rotation)
     if not 1 <= dim <= dim_padded:
         raise ValueError(f"dim={dim} is not allowed for vectors of {dim_padded} dimensions: expected 1 to that.")
     with _without_autocast(y.device):
@@ -95,10 +119,22 @@ def unrotate(y: Tensor, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=None)
-def _rotation(dim: int, device: torch.device) -> Tensor:
-    """float32 [dim, dim] on `device`: H / sqrt(dim), orthonormal."""
+def _rotation(dim: int, device: torch.device, rotation: str) -> Tensor:
+    """float32 [dim, dim] on `device`, orthonormal: H / sqrt(dim) or Q."""
+    if rotation not in ROTATIONS:
+        raise ValueError(f"rotation={rotation!r} is unknown: expected one of {ROTATIONS}.")
     with torch.inference_mode(False):
+        if rotation == "qr":
+            return orthogonal_matrix(dim).to(torch.float32).to(device)
         return (hadamard_signs(dim).to(torch.float32) / math.sqrt(dim)).to(device)
+
+
+def _require_dim(dim: int) -> None:
+    if not isinstance(dim, int) or dim % DIM_STEP or not DIM_STEP <= dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"dim={dim!r} has no rotation here: expected a multiple of {DIM_STEP} from {DIM_STEP} to {MAX_HEAD_DIM}. Pad"
+            " the vectors to the next multiple."
+        )
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:

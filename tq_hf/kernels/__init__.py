@@ -2,5 +2,6 @@
 
 from .attend import attend
 from .commit import commit, gather
+from .observe import observe
 
-__all__ = ["attend", "commit", "gather"]
+__all__ = ["attend", "commit", "gather", "observe"]

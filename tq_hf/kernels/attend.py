@@ -52,6 +52,7 @@ def attend(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     mask: Tensor | None,
     aux_sinks: Tensor | None,
     layout: str,
@@ -87,7 +88,7 @@ def attend(
     new = key.shape[2]
     dtype, key_heads = ring_key.dtype, ring_key.shape[1]
     query, key, value = (_vectors(x, dtype) for x in (query, key, value))
-    state = (ring_key, ring_value, sink_key, sink_value, row_start, counters)
+    state = (ring_key, ring_value, sink_key, sink_value, row_start, counters, balance)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     step = _queries_at_once(batch * query_heads, page)
@@ -122,7 +123,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     pool: Tensor,
-    state: tuple[Tensor, ...],
+    state: tuple[Any, ...],
     page_ids: Tensor,
     entries: Tensor,
     mask: Tensor | None,
@@ -138,7 +139,7 @@ def _attend(
     group: int,
 ) -> None:
     """`attend` for a part of the queries, the first of which stands at position length + query_offset."""
-    ring_key, ring_value, sink_key, sink_value, row_start, counters = state
+    ring_key, ring_value, sink_key, sink_value, row_start, counters, balance = state
     batch, heads, slots_of_ring, _ = ring_key.shape
     device, rows = query.device, batch * heads
     columns, new, sinks = query.shape[2] * group, key.shape[2], sink_key.shape[2]
@@ -193,7 +194,7 @@ def _attend(
         )  # fmt: skip
     launch(
         attend_exact, (rows, exact_splits + packed, cdiv(columns, exact_block)), {"num_warps": warps, **early},
-        (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask,
+        (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, balance, mask,
          p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, heads, columns, group, new, slots_of_ring, sinks,
          exact_splits, heads * slots, query_offset, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
          *mask_strides, scaling, softcap),

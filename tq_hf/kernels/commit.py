@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 from torch import Tensor
 
 from ..layout import PageLayout
 from .append import launch_advance_counters, launch_append_tokens
 from .attend import prepare_tables
 from .gather import launch_copy_exact, launch_unpack_pages
+from .lanes import keep_bytes, on_device
 from .store import launch_pack_pages
 
 
@@ -26,6 +24,7 @@ def commit(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     flags: Tensor,
     keep: Tensor | None,
     layout: str,
@@ -48,14 +47,12 @@ def commit(
     if key.shape[2] == 0:
         return
     page_layout = PageLayout.from_name(layout)
-    if keep is not None:
-        keep = keep.view(torch.uint8)
-        keep = keep if keep.stride(-1) == 1 else keep.contiguous()
+    keep = keep_bytes(keep)
     prepare_tables(page_layout, key.device)
-    with _on(key.device):
+    with on_device(key.device):
         if max_due > 0:
             launch_pack_pages(
-                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, flags, keep, page_layout,
+                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, balance, flags, keep, page_layout,
                 sink_key.shape[2], recent_window, max_due,
             )  # fmt: skip
         launch_append_tokens(
@@ -75,6 +72,7 @@ def gather(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     layout: str,
     length: int,
 ) -> tuple[Tensor, Tensor]:
@@ -89,14 +87,9 @@ def gather(
     value = ring_value.new_zeros(batch, heads, length, page_layout.value_dim)
     if length == 0:
         return key, value
-    with _on(key.device):
-        launch_unpack_pages(key, value, pool, page_ids, entries, row_start, counters, page_layout, sink_key.shape[2])
+    with on_device(key.device):
+        launch_unpack_pages(
+            key, value, pool, page_ids, entries, row_start, counters, balance, page_layout, sink_key.shape[2]
+        )
         launch_copy_exact(key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters)
     return key, value
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device: switch to the tensors' where that is another."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

@@ -35,7 +35,7 @@ def token_rows(index, in_sinks, is_new, i_bh, i_b, i_h, sinks, slots, p_sink, p_
     ]
 )  # fmt: skip
 def attend_exact(
-    p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
+    p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_balance, p_mask,
     p_signs, p_rotated, p_plain, p_factor, p_output, p_stats,
     heads, columns, group, new, slots, sinks, splits, first_result, query_offset, stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_q, mask_k, scaling, softcap,
@@ -68,8 +68,9 @@ def attend_exact(
         if p_rotated is not None:
             row = i_bh.to(tl.int64) * columns + column
             p_plain_rows = None if p_plain is None else p_plain + row * KEY_PADDED
-            prepare_query(query, inside, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row, scaling,
-                          softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
+            p_factors = None if p_balance is None else p_balance + i_bh.to(tl.int64) * KEY_DIM
+            prepare_query(query, inside, p_factors, p_signs, p_rotated + row * KEY_PADDED, p_plain_rows, p_factor + row,
+                          scaling, softcap, KEY_DIM, KEY_PADDED, KEY_BLOCK, FP8)  # fmt: skip
     else:
         length = tl.load(p_counters)
         packed_end = tl.load(p_counters + 1)

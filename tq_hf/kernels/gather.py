@@ -14,6 +14,7 @@ from .lanes import (
     code_shift,
     constants,
     lane_word_offset,
+    load_factors,
     metadata_offset,
     row_pointers,
     sign_shift,
@@ -78,7 +79,7 @@ def cast(x, p_out):
 
 
 @triton.jit
-def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
+def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_factors, p_signs, p_levels,
                    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
                    FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr,
                    CENTERED: tl.constexpr):  # fmt: skip
@@ -95,6 +96,8 @@ def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
             b_signs = tl.load(p_signs + c * BLOCK * 32 + d[None, :] * 32 + n[:, None])  # [32, BLOCK]
             x = tl.dot(tl.load(p_levels + codes), b_signs, x)
         x *= (scale * PADDED**-0.5)[:, None]
+        if p_factors is not None:
+            x = x / load_factors(p_factors, d, DIM)[None, :]
         if CENTERED:
             x += tl.load(p_mean + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
         tl.store(p_out[:, None] + d[None, :], cast(x, p_out), mask=live[:, None] & (d < DIM)[None, :])
@@ -118,7 +121,7 @@ def unpack_vectors(p_out, live, p_codes, p_metadata, p_mean, p_signs, p_levels,
 
 @triton.jit(do_not_specialize=["out_length", "sinks", "stride_page_ids"])
 def unpack_pages(
-    p_out_key, p_out_value, p_pool, p_page_ids, p_entries, p_row_start, p_counters,
+    p_out_key, p_out_value, p_pool, p_page_ids, p_entries, p_row_start, p_counters, p_balance,
     p_key_signs, p_key_levels, p_value_signs, p_value_levels, out_length, sinks, stride_page_ids,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
@@ -149,14 +152,16 @@ def unpack_pages(
     live = (token < count) & (position < out_length) & (position >= tl.load(p_row_start + i_b) + sinks)
     row = (i_b * heads + i_h).to(tl.int64) * out_length + position
     if i_part % 2 == 0:
+        p_factors = None if p_balance is None else p_balance + (i_b * heads + i_h) * KEY_DIM
         unpack_vectors(
-            p_out_key + row * KEY_DIM, live, p_group, p_metadata, p_mean, p_key_signs, p_key_levels, KEY_DIM, KEY_PADDED,
-            KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, CENTER_KEYS,
+            p_out_key + row * KEY_DIM, live, p_group, p_metadata, p_mean, p_factors, p_key_signs, p_key_levels, KEY_DIM,
+            KEY_PADDED, KEY_BLOCK, KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True, CENTER_KEYS,
         )  # fmt: skip
     else:
         unpack_vectors(
-            p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, p_value_signs, p_value_levels,
-            VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False, False,
+            p_out_value + row * VALUE_DIM, live, p_group + KEY_WORDS, p_metadata, p_mean, None, p_value_signs,
+            p_value_levels, VALUE_DIM, VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
+            False,
         )  # fmt: skip
 
 
@@ -197,6 +202,7 @@ def launch_unpack_pages(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     layout: PageLayout,
     sinks: int,
 ) -> None:
@@ -214,7 +220,7 @@ def launch_unpack_pages(
     # An entry holds at least one token: no more than `length` of them can matter.
     grid = (2 * layout.groups * min(entries.shape[0], length), heads, batch)
     unpack_pages[grid](
-        out_key, out_value, pool, page_ids, entries, row_start, counters, *signs_and_levels, length, sinks,
+        out_key, out_value, pool, page_ids, entries, row_start, counters, balance, *signs_and_levels, length, sinks,
         page_ids.stride(0), **constants(layout), num_warps=warps(layout),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ neighbours in the head: column n of key chunk c is dimension `(n // 8) * D/4 + 8
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +41,13 @@ def chunk_dims(c, PADDED: tl.constexpr, KEYS: tl.constexpr):
     else:
         dims = (n // 4) * (PADDED // 8) + 4 * c + n % 4
     return dims
+
+
+@triton.jit
+def load_factors(p_factors, d, DIM: tl.constexpr):
+    """A head's channel factors, 1 where there are none yet and beyond DIM."""
+    factors = tl.load(p_factors + d, mask=d < DIM, other=1.0)
+    return tl.where(factors == 0, 1.0, factors)
 
 
 @triton.jit
@@ -161,3 +169,18 @@ def constants(layout: PageLayout) -> dict[str, Any]:
 def warps(layout: PageLayout) -> int:
     """Warps for a program that holds 32 whole vectors: at most 32 values of a thread."""
     return 4 if max(block_dim(layout.key_dim_padded), block_dim(layout.value_dim_padded)) <= 128 else 8
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device: switch to the tensors' where that is another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def keep_bytes(keep: Tensor | None) -> Tensor | None:
+    """A bool or uint8 mask [B, kv] as bytes in contiguous rows."""
+    if keep is None:
+        return None
+    keep = keep.view(torch.uint8)
+    return keep if keep.stride(-1) == 1 else keep.contiguous()

@@ -17,6 +17,7 @@ from .lanes import (
     code_shift,
     constants,
     lane_word_offset,
+    load_factors,
     magnitude_cells,
     metadata_offset,
     row_pointers,
@@ -157,7 +158,8 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, KEY
 @triton.jit
 def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
                  DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
-                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+                 FITTED: tl.constexpr):  # fmt: skip
     """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
 
     EXACT says that x, scaled by a power of two, is exact in fp16.
@@ -179,18 +181,25 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
             is_rest = (tl.arange(0, 2) == 1)[None, :, None]
             operand = tl.where(is_rest, rest[:, None, :], operand[:, None, :]).reshape(32, 2 * BLOCK)
         squares = tl.zeros([32, 32], tl.int32)
+        projection = tl.zeros([32, 32], tl.float32)
         k = tl.arange(0, BLOCK if EXACT else 2 * BLOCK)[:, None] % BLOCK
         n = tl.arange(0, 32)[None, :]
         for c in range(CHUNKS):
             y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
-            magnitude, square, sign = quantize(y * inverse[:, None], p_cells, HALF)
+            u = y * inverse[:, None]
+            magnitude, square, sign = quantize(u, p_cells, HALF)
             squares += square
+            if FITTED:
+                projection += tl.abs(u) * tl.sqrt(square.to(tl.float32))
             if BITS == 4:
                 codes = magnitude | (sign & 8)
             else:
                 codes = magnitude ^ HALF ^ (sign & (2 * HALF - 1))
             store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
         scale = norm / tl.sqrt(tl.sum(squares, 1).to(tl.float32) * 7.62939453125e-06)  # 2**-17
+        if FITTED:  # `layout.PageLayout.scale`
+            unbiased = norm * (362.0386719675123 * PADDED**0.5) / tl.maximum(tl.sum(projection, 1), 1e-30)  # 2**8.5
+            scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
         tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
         saturated = scale > FP16_MAX
     else:
@@ -233,14 +242,14 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
 
 @triton.jit(do_not_specialize=["n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
-    p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_flags, p_keep,
+    p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_balance, p_flags, p_keep,
     p_key_signs, p_key_cells, p_value_signs, p_value_cells,
     n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr,
-    FIELDS: tl.constexpr, CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, FIELDS: tl.constexpr, FITTED: tl.constexpr,
+    CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
     HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Grid (2 * GROUPS * max_due, H, B): keys or values, group and due page; head; row."""
@@ -286,10 +295,13 @@ def pack_pages(
         keys, usable = load_vectors(key_rows, real, KEY_DIM, KEY_BLOCK)
         if CENTER_KEYS:
             keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
+        if p_balance is not None:
+            p_factors = p_balance + (i_b * tl.num_programs(1) + i_h) * KEY_DIM
+            keys *= load_factors(p_factors, tl.arange(0, KEY_BLOCK), KEY_DIM)[None, :]
         saturated = pack_vectors(
             key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
             KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True,
-            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS,
+            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS and p_balance is None, FITTED,
         )  # fmt: skip
     else:
         value_rows = token_rows(
@@ -299,7 +311,7 @@ def pack_pages(
         saturated = pack_vectors(
             value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM,
             VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
-            p_value.dtype.element_ty != tl.float32,
+            p_value.dtype.element_ty != tl.float32, FITTED,
         )  # fmt: skip
     dropped = tl.max((real & ~usable).to(tl.int32), 0)
     flags = (dropped << (i_part % 2)) | (tl.max(saturated.to(tl.int32), 0) << 2)
@@ -315,6 +327,7 @@ def launch_pack_pages(
     page_ids: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     flags: Tensor,
     keep: Tensor | None,
     layout: PageLayout,
@@ -337,7 +350,7 @@ def launch_pack_pages(
         else:
             signs_and_cells += [None, None]
     pack_pages[(2 * layout.groups * max_due, heads, batch)](
-        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, flags, keep, *signs_and_cells,
+        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *signs_and_cells,
         n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
-        0 if keep is None else keep.stride(0), **constants(layout), num_warps=warps(layout),
+        0 if keep is None else keep.stride(0), FITTED=layout.scale == "fitted", **constants(layout), num_warps=warps(layout),
     )  # fmt: skip

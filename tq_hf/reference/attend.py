@@ -1,7 +1,7 @@
 """Attention over a packed layer: an online softmax over tiles of its history, in fp32.
 
-Keys are never rotated back: the query is rotated once, and a page's mean key adds one product a page. Rotated values
-are summed in rotated coordinates and rotated back once.
+Keys are never rotated back: the query is balanced and rotated once, and a page's mean key adds one product a page. Rotated
+values are summed in rotated coordinates and rotated back once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..conditioning import or_ones
 from ..layout import PageLayout
 from ..rotation import rotate, unrotate
+from ..sketch import sketch
 from .codec import PageContent, unpack_page
 from .state import TILE_TOKENS, page_tiles
 
@@ -35,6 +37,7 @@ def attend(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     mask: Tensor | None,
     aux_sinks: Tensor | None,
     layout: str,
@@ -70,7 +73,7 @@ def attend(
     row_start = row_start.long()
 
     with torch.autocast(device.type, enabled=False):
-        rows = _Rows(query, page, key.shape[1], aux_sinks, mask, total, scaling, softcap, causal)
+        rows = _Rows(query, page, balance, key.shape[1], aux_sinks, mask, total, scaling, softcap, causal)
         for tile in page_tiles(pool, page_ids, entries, row_start + sinks, n_entries, page):
             content = _flat(unpack_page(tile.words, page, ring_key.dtype))
             rows.add(content, tile.positions.unsqueeze(0), tile.valid)
@@ -104,6 +107,7 @@ class _Rows:
         self,
         query: Tensor,
         page: PageLayout,
+        balance: Tensor | None,
         kv_heads: int,
         aux_sinks: Tensor | None,
         mask: Tensor | None,
@@ -115,8 +119,12 @@ class _Rows:
         grouped = query.unflatten(1, (kv_heads, -1)).transpose(2, 3)
         self.plain = grouped.float().contiguous() * scaling
         self.query = self.plain  # in the coordinates of the keys to come
+        if balance is not None:
+            self.query = self.plain / or_ones(balance)[:, :, None, None]
         if page.rotates_keys:
-            self.query = rotate(self.plain, page.key_dim_padded)
+            self.query = rotate(self.query, page.key_dim_padded, page.rotation)
+            if page.key_format == "qjl":
+                self.query = torch.cat((self.query, sketch(self.query)), -1)
         elif page.key_dim_padded > page.key_dim:
             self.query = pad(self.plain, (0, page.key_dim_padded - page.key_dim))
         self.mask = mask
@@ -134,7 +142,8 @@ class _Rows:
         """Go over from packed tokens to exact ones, to plain coordinates."""
         self.query = self.plain
         rotated = page.rotates_values
-        self.output = unrotate(self.output, page.value_dim) if rotated else self.output[..., : page.value_dim]
+        plain = unrotate(self.output, page.value_dim, page.rotation) if rotated else self.output
+        self.output = plain[..., : page.value_dim]
 
     def add(self, tokens: PageContent, positions: Tensor, valid: Tensor) -> None:
         """Attend to a tile.

@@ -1,7 +1,8 @@
 """A page as vectors and as words: the quantizers, the page's mean key, and where both stand in the page.
 
 Source of the scheme: TurboQuant, https://arxiv.org/abs/2504.19874; here with the norm correction folded into the stored
-scale, and with the mean of a page's keys kept apart (`center_keys`).
+scale (`PageLayout.scale`), and with the mean of a page's keys kept apart (`center_keys`). `qjl` keys are the paper's own
+form with unbiased inner products, and `grouped` values those of the `turboquant` package.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..codebooks import boundaries, levels
-from ..layout import GROUP_TOKENS, NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout, RunOrder
+from ..layout import GROUP_TOKENS, NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, VALUE_GROUP_DIMS, PageLayout, RunOrder
 from ..rotation import rotate, unrotate
+from ..sketch import sign_weight, sketch, unsketch
 from .packing import pack_codes, pack_metadata, unpack_codes, unpack_metadata
 
 FP16_MAX = 65504.0
@@ -26,11 +28,13 @@ FP8_MAX = 448.0
 class PageContent:
     """Tokens as factors, the form in which attention takes them. All fp32.
 
-    A key is `key_mean + key_scale * key`, a value is `value_min + value_scale * value`; a factor that is None is left
-    out. Where the layout rotates, `key` and `value` are in rotated coordinates (`key_mean` never is).
+    A key is `key_mean + key_scale * key` (the latter divided by its channels' balance), a value is `value_min + value_scale
+    * value`; a factor that is None is left out. Where the layout rotates, `key` and `value` are in rotated coordinates
+    (`key_mean` never is). A `qjl` key has two parts side by side: the rotated coordinates, and the weighted signs of the
+    residual's sketch, which meet the query's own sketch.
 
     Args:
-        key, value: `[..., P, padded dim]`.
+        key, value: `[..., P, padded dim]`, `qjl` keys `[..., P, 2 * padded dim]`.
         key_scale, value_scale, value_min: `[..., P]` or None.
         key_mean: `[..., key_dim]` or None.
     """
@@ -44,7 +48,12 @@ class PageContent:
 
 
 def encode_page(
-    key: Tensor, value: Tensor, valid: Tensor, layout: PageLayout, averaged: Tensor | None = None
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    layout: PageLayout,
+    averaged: Tensor | None = None,
+    balance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pack whole pages.
 
@@ -55,6 +64,7 @@ def encode_page(
             enter the mean; so are vectors with a non-finite coordinate, each for itself.
         layout: the format.
         averaged: bool like `valid`: tokens that enter the mean if they are valid; None: all.
+        balance: fp32 `[..., key_dim]`, factors of the key channels (`tq_hf.conditioning`), or None.
 
     Returns:
         words int32 `[..., page_words]` and flags int32 `[...]` (`NON_FINITE_KEY`, `NON_FINITE_VALUE`, `SATURATED`).
@@ -70,6 +80,8 @@ def encode_page(
         counted = stored if averaged is None else stored & averaged.unsqueeze(-1)
         key, mean = _center(key.float(), stored, counted)
         header.append(pad(mean, (0, 2 * layout.header_words - layout.key_dim)).view(torch.int32))
+    if balance is not None:
+        key = key.float() * balance.unsqueeze(-2)
 
     key_codes, key_fields, key_full = _encode_keys(key, layout)
     value_codes, value_fields, value_full = _encode_values(value, layout)
@@ -103,6 +115,8 @@ def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageCo
 
     if layout.key_format == "lloyd_max":
         key = _look_up(key_codes, layout.key_bits, layout.key_dim_padded, layout.codebook)
+    elif layout.key_format == "qjl":
+        key = _read_qjl(key_codes, fields.pop("key_scale"), fields.pop("key_residual"), layout)
     elif layout.key_format == "fp8":
         key = key_codes.view(torch.float8_e4m3fn).float()
     else:
@@ -111,6 +125,8 @@ def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageCo
         value = _look_up(value_codes, layout.value_bits, layout.value_dim_padded, layout.codebook)
     elif layout.value_format == "min_max":
         value = value_codes.float()
+    elif layout.value_format == "grouped":
+        value = _read_grouped(value_codes, fields)
     else:
         value = value_codes.view(dtype).float()
 
@@ -121,27 +137,40 @@ def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageCo
     return PageContent(key, value, key_mean=mean, **fields)
 
 
-def decode_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Pages `[..., page_words]` as vectors: key `[..., P, key_dim]` and value `[..., P, value_dim]`, both fp32."""
+def decode_page(
+    words: Tensor, layout: PageLayout, dtype: torch.dtype, balance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pages `[..., page_words]` as vectors: key `[..., P, key_dim]` and value `[..., P, value_dim]`, both fp32.
+
+    `balance` is what `encode_page` was given.
+    """
     page = unpack_page(words, layout, dtype)
     key, value = page.key, page.value
     if page.key_scale is not None:
         key = key * page.key_scale.unsqueeze(-1)
-    key = unrotate(key, layout.key_dim) if layout.rotates_keys else key[..., : layout.key_dim]
+    if layout.key_format == "qjl":
+        key, signs = key.chunk(2, -1)
+        key = key + unsketch(signs)
+    key = unrotate(key, layout.key_dim, layout.rotation) if layout.rotates_keys else key[..., : layout.key_dim]
+    if balance is not None:
+        key = key / balance.unsqueeze(-2)
     if page.key_mean is not None:
         key = key + page.key_mean.unsqueeze(-2)
     if page.value_scale is not None:
         value = value * page.value_scale.unsqueeze(-1)
     if page.value_min is not None:
         value = value + page.value_min.unsqueeze(-1)
-    value = unrotate(value, layout.value_dim) if layout.rotates_values else value[..., : layout.value_dim]
+    rotated = layout.rotates_values
+    value = unrotate(value, layout.value_dim, layout.rotation) if rotated else value[..., : layout.value_dim]
     return key, value
 
 
 def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Codes `[..., P, padded]`, fp16 fields `[..., P]` and which tokens' fields saturated."""
     if layout.key_format == "lloyd_max":
-        return _lloyd_max(key, layout.key_bits, layout.key_dim_padded, layout.codebook)
+        return _lloyd_max(key, layout.key_bits, layout.key_dim_padded, layout, is_key=True)
+    if layout.key_format == "qjl":
+        return _qjl(key, layout)
     extra = (0, layout.key_dim_padded - layout.key_dim)
     if layout.key_format == "fp8":
         # torch's cast gives NaN beyond the largest number.
@@ -152,7 +181,9 @@ def _encode_keys(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor],
 
 def _encode_values(value: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor | None]:
     if layout.value_format == "lloyd_max":
-        return _lloyd_max(value, layout.value_bits, layout.value_dim_padded, layout.codebook)
+        return _lloyd_max(value, layout.value_bits, layout.value_dim_padded, layout, is_key=False)
+    if layout.value_format == "grouped":
+        return _grouped(value, layout)
     extra = (0, layout.value_dim_padded - layout.value_dim)
     if layout.value_format == "min_max":
         codes, fields, full = _min_max(value, layout.value_bits)
@@ -168,16 +199,75 @@ def _center(key: Tensor, stored: Tensor, counted: Tensor) -> tuple[Tensor, Tenso
     return (key - mean.float()).masked_fill(~stored, 0), mean.squeeze(-2)
 
 
-def _lloyd_max(vector: Tensor, bits: int, dim: int, codebook: str) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Rotate, scale to unit variance a coordinate, take the nearest level; the scale restores the vector's norm."""
+def _lloyd_max(
+    vector: Tensor, bits: int, dim: int, layout: PageLayout, is_key: bool
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Rotate, scale to unit variance a coordinate, take the nearest level; `PageLayout.scale` says what goes with them."""
     vector = vector.float()
     norm = torch.linalg.vector_norm(vector, dim=-1)
-    unit = rotate(vector, dim) * (math.sqrt(dim) / norm.clamp_min(1e-30)).unsqueeze(-1)  # finite for a zero vector
+    rotated = rotate(vector, dim, layout.rotation)
+    codes = _nearest_levels(rotated, norm, bits, layout.codebook)
+    if layout.scale == "norm" and is_key:
+        scale = norm / math.sqrt(dim)
+    else:
+        level = _look_up(codes, bits, dim, layout.codebook)
+        scale = norm / torch.linalg.vector_norm(level, dim=-1)
+        if layout.scale == "fitted":
+            unit = rotated / norm.clamp_min(1e-30).unsqueeze(-1)
+            unbiased = norm / (unit * level).sum(-1).clamp_min(1e-30)
+            scale = (scale * unbiased).sqrt() if is_key else unbiased
+    full = ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+    return codes, [scale.masked_fill(full, FP16_MAX).half()], full
+
+
+def _nearest_levels(rotated: Tensor, norm: Tensor, bits: int, codebook: str) -> Tensor:
+    """The codes of rotated vectors, uint8 `[..., dim]`: a coordinate of variance 1 on a boundary goes to the right."""
+    dim = rotated.shape[-1]
+    unit = rotated * (math.sqrt(dim) / norm.clamp_min(1e-30)).unsqueeze(-1)  # finite for a zero vector
     codes = torch.zeros_like(unit, dtype=torch.uint8)
     for edge in boundaries(bits, dim, codebook).tolist():
         codes += (unit >= edge).view(torch.uint8)
-    scale = norm / torch.linalg.vector_norm(_look_up(codes, bits, dim, codebook), dim=-1)
-    return codes, [scale.clamp_max(FP16_MAX).half()], scale > FP16_MAX
+    return codes
+
+
+def _qjl(key: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Lloyd-Max codes of one bit less, and on top of them the signs of the sketch of what they leave."""
+    bits, dim = layout.key_bits - 1, layout.key_dim_padded
+    key = key.float()
+    norm = torch.linalg.vector_norm(key, dim=-1)
+    rotated = rotate(key, dim, layout.rotation)
+    codes = _nearest_levels(rotated, norm, bits, layout.codebook)
+    scale = (norm / math.sqrt(dim)).clamp_max(FP16_MAX).half()
+    # What reading sees, the rounded scale, leaves this residual: rounding does not bias the scores.
+    residual = rotated - scale.float().unsqueeze(-1) * _look_up(codes, bits, dim, layout.codebook)
+    left = torch.linalg.vector_norm(residual, dim=-1)
+    full = ~(left <= FP16_MAX) | (norm > FP16_MAX * math.sqrt(dim))  # a NaN too: the norm itself is beyond fp32
+    codes |= (sketch(residual) >= 0).view(torch.uint8) << bits
+    return codes, [scale, left.masked_fill(full, FP16_MAX).half()], full
+
+
+def _read_qjl(codes: Tensor, scale: Tensor, residual: Tensor, layout: PageLayout) -> Tensor:
+    """The two parts of `qjl` keys side by side, `[..., P, 2 * padded dim]`."""
+    bits, dim = layout.key_bits - 1, layout.key_dim_padded
+    key = scale.unsqueeze(-1) * _look_up(codes & (2**bits - 1), bits, dim, layout.codebook)
+    signs = (codes >> bits).float() * 2 - 1
+    return torch.cat((key, signs * (sign_weight(dim) * residual).unsqueeze(-1)), -1)
+
+
+def _grouped(value: Tensor, layout: PageLayout) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Codes between the minimum and the maximum of each 32 dimensions; the last group may be smaller than that."""
+    parts = [_min_max(part, layout.value_bits) for part in value.split(VALUE_GROUP_DIMS, -1)]
+    codes = pad(torch.cat([part[0] for part in parts], -1), (0, layout.value_dim_padded - layout.value_dim))
+    fields = [field for part in parts for field in part[1]]
+    return codes, fields, torch.stack([part[2] for part in parts]).any(0)
+
+
+def _read_grouped(codes: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    """Values `[..., P, padded dim]`; takes their scales and minima out of `fields`."""
+    groups = range(codes.shape[-1] // VALUE_GROUP_DIMS)
+    scale = torch.stack([fields.pop(f"value_scale_{i}") for i in groups], -1).unsqueeze(-1)
+    minimum = torch.stack([fields.pop(f"value_min_{i}") for i in groups], -1).unsqueeze(-1)
+    return (codes.unflatten(-1, (-1, VALUE_GROUP_DIMS)) * scale + minimum).flatten(-2)
 
 
 def _min_max(value: Tensor, bits: int) -> tuple[Tensor, list[Tensor], Tensor]:

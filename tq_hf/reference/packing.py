@@ -74,24 +74,24 @@ def pack_metadata(fields: Sequence[Tensor]) -> Tensor:
     """The metadata words of one group.
 
     Args:
-        fields: up to three fp16 tensors `[..., 32]`, in the layout's order.
+        fields: fp16 tensors `[..., 32]`, in the layout's order; at least one.
 
     Returns:
         int32 `[..., 16 * len(fields)]`.
     """
     by_lane = [field.unflatten(-1, (RUNS, 8)).mT for field in fields]  # each [..., g, r]
-    blocks = [torch.stack(by_lane[:2], -2).flatten(-3)] + [block.flatten(-2) for block in by_lane[2:]]
+    blocks = [torch.stack(by_lane[i : i + 2], -2).flatten(-3) for i in range(0, len(by_lane), 2)]
     return torch.cat(blocks, -1).view(torch.int32)
 
 
 def unpack_metadata(words: Tensor, count: int) -> tuple[Tensor, ...]:
     """The inverse of `pack_metadata`: int32 `[..., 16 * count]` to `count` fp16 tensors `[..., 32]`."""
     halves = words.contiguous().view(torch.float16)
-    shared = min(count, 2)
-    blocks = list(halves[..., : GROUP_TOKENS * shared].unflatten(-1, (8, shared, RUNS)).unbind(-2))
-    if count == 3:
-        blocks.append(halves[..., GROUP_TOKENS * shared :].unflatten(-1, (8, RUNS)))
-    return tuple(block.mT.flatten(-2) for block in blocks)
+    by_lane: list[Tensor] = []
+    for i in range(0, count, 2):
+        block = halves[..., GROUP_TOKENS * i : GROUP_TOKENS * min(i + 2, count)]
+        by_lane += block.unflatten(-1, (8, -1, RUNS)).unbind(-2)
+    return tuple(field.mT.flatten(-2) for field in by_lane)
 
 
 def _to_runs(codes: Tensor, order: RunOrder) -> Tensor:

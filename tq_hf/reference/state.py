@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..conditioning import or_ones
 from ..layout import PageLayout
 from .codec import decode_page, encode_page
 
@@ -69,6 +70,7 @@ def commit(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     flags: Tensor,
     keep: Tensor | None,
     layout: str,
@@ -98,6 +100,7 @@ def commit(
         raise ValueError(f"max_due={max_due} is too small: {due} pages are due. Pass an upper bound of the pages due.")
 
     first_packed = row_start.long() + sink_key.shape[2]
+    factors = None if balance is None else or_ones(balance).unsqueeze(2)  # [B, H, 1, D]
     step = _pages_at_once(key.shape[0] * key.shape[1], page)
     with torch.autocast(key.device.type, enabled=False):
         for i in range(0, due, step):
@@ -114,6 +117,7 @@ def commit(
                 valid.unflatten(1, (count, page.page_size)).unsqueeze(1),
                 page,
                 averaged,
+                factors,
             )
             ids = page_ids[:, n_entries + i : n_entries + i + count]
             stored = ids >= 0
@@ -147,6 +151,7 @@ def gather(
     entries: Tensor,
     row_start: Tensor,
     counters: Tensor,
+    balance: Tensor | None,
     layout: str,
     length: int,
 ) -> tuple[Tensor, Tensor]:
@@ -160,6 +165,7 @@ def gather(
     committed, packed_end, n_entries = counters.tolist()
     end = min(length, committed)
     first_packed = row_start.long() + sink_key.shape[2]
+    factors = None if balance is None else or_ones(balance).unsqueeze(2)
     batch, heads = ring_key.shape[:2]
     key = ring_key.new_zeros(batch, heads, length, ring_key.shape[3])
     value = ring_value.new_zeros(batch, heads, length, ring_value.shape[3])
@@ -168,7 +174,7 @@ def gather(
         for tile in page_tiles(pool, page_ids, entries, first_packed, n_entries, page):
             used = tile.valid.any(0) & (tile.positions < end)
             where, hidden = tile.positions[used], ~tile.valid[:, None, used, None]
-            decoded = decode_page(tile.words, page, ring_key.dtype)
+            decoded = decode_page(tile.words, page, ring_key.dtype, factors)
             for out, part in zip((key, value), decoded, strict=True):
                 # A scale may take a vector of large codes just past what the model's dtype holds.
                 limit = torch.finfo(out.dtype).max
@@ -197,7 +203,8 @@ def sink_slots(row_start: Tensor, sinks: int, start: int, end: int) -> tuple[Ten
 
 def _pages_at_once(heads: int, layout: PageLayout) -> int:
     """Pages of all `heads` (rows times heads) that one tile may hold; at least one."""
-    widest = max(layout.key_dim_padded, layout.value_dim_padded)
+    key_parts = 2 if layout.key_format == "qjl" else 1
+    widest = max(key_parts * layout.key_dim_padded, layout.value_dim_padded)
     tokens = min(TILE_TOKENS, TILE_ELEMENTS // (heads * widest))
     return max(1, tokens // layout.page_size)
 

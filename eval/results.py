@@ -1,0 +1,135 @@
+"""Results on disk: a JSON file for a model and window, and the table of all of them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tq_hf.commands import RequestError
+
+from .settings import Setting, all_settings
+
+TABLE_NAME = "ablation.md"
+
+
+@dataclass
+class ModelResults:
+    """What was measured of one model at one window.
+
+    Attributes:
+        path: the JSON file.
+        run: what all results of the file have in common: model, text, window, device, versions.
+        settings: a result by setting, in the order of measurement.
+    """
+
+    path: Path
+    run: dict[str, Any]
+    settings: dict[str, dict[str, Any]]
+
+    @classmethod
+    def open(cls, out: Path, run: dict[str, Any]) -> ModelResults:
+        """The results that `out` has of this run, or none yet.
+
+        Raises:
+            RequestError: the file holds another run's results, or cannot be read.
+        """
+        path = out / f"{Path(run['model']).name}-w{run['window']}.json"
+        if not path.exists():
+            return cls(path, run, {})
+        found = cls.read(path)
+        if differing := [name for name in run if found.run.get(name) != run[name]]:
+            name = differing[0]
+            raise RequestError(
+                f"{path} was measured with {name}={found.run.get(name)!r}, and this is {run[name]!r}: give another --out, or"
+                " delete the file."
+            )
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> ModelResults:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, found["run"], found["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RequestError(
+                f"{path} holds no results of scripts/ablation: delete it, or give another --out."
+            ) from error
+
+    def has(self, setting: Setting) -> bool:
+        """Whether the setting was measured, configured as it is now."""
+        found = self.settings.get(setting.name)
+        return found is not None and "error" not in found and found["config"] == described(setting)
+
+    def add(self, setting: Setting, result: dict[str, Any]) -> None:
+        """Keep a result, and write the file: an interrupted run loses nothing, nor do several that share the file."""
+        facts = {"groups": list(setting.groups), "reason": setting.reason, "simulated": setting.split is not None}
+        with _locked(self.path.parent):
+            if self.path.exists():
+                self.settings = self.read(self.path).settings
+            self.settings[setting.name] = facts | {"config": described(setting)} | result
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(
+                json.dumps({"run": self.run, "settings": self.settings}, indent=1) + "\n", encoding="utf-8"
+            )
+            os.replace(partial, self.path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes that write results out of a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def described(setting: Setting) -> dict[str, Any]:
+    """A setting's configuration, as JSON keeps it."""
+    return asdict(setting.config) | ({"split": asdict(setting.split)} if setting.split is not None else {})
+
+
+def read_all(out: Path) -> list[ModelResults]:
+    """Every model's results in a folder, by window and name."""
+    found = [ModelResults.read(path) for path in sorted(out.glob("*-w*.json"))]
+    return sorted(found, key=lambda results: (results.run["window"], results.run["model"]))
+
+
+def table(models: Sequence[ModelResults]) -> str:
+    """All results as one Markdown table: a row a setting, three columns a model and window."""
+    order = [setting.name for setting in all_settings()]
+    names = list(dict.fromkeys(name for results in models for name in results.settings))
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    head = ["setting", "what it tells"]
+    for results in models:
+        shown = f"{Path(results.run['model']).name}, {results.run['window']:,}"
+        head += [f"{shown}: bytes", "ΔPPL %", "KL", "top-1 %"]
+    lines = [head, ["---"] * len(head)]
+    for name in names:
+        found = [results.settings.get(name) for results in models]
+        reason = next(result["reason"] for result in found if result is not None)
+        lines.append([name, reason, *(cell for result in found for cell in _cells(result))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cells(result: dict[str, Any] | None) -> list[str]:
+    """Bytes a token and KV head (a second number: exact layers included), change of perplexity, KL, agreement."""
+    if result is None:
+        return ["", "", "", ""]
+    if "error" in result:
+        return ["failed", "", "", ""]
+    size, mean = result["page_bytes"], result["mean_bytes"]
+    error = result["kl_stderr"]
+    return [
+        f"{size:g}" if mean == size else f"{size:g} ({mean:.0f})",
+        f"{result['ppl_delta_percent']:+.2f}",
+        f"{result['kl']:.4f}" + ("" if error is None else f" ± {error:.4f}"),
+        f"{100 * result['top1']:.1f}",
+    ]

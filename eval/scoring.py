@@ -1,0 +1,109 @@
+"""From windows of text and settings to numbers: perplexity, KL, agreement and bytes of each setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from tq_hf import ATTENTION_NAME, TurboQuantCache
+from tq_hf.comparison import Progress, TextScores, score_texts, text_chunks
+from tq_hf.layout import PageLayout
+
+from . import simulated_cache
+from .settings import Setting
+from .simulated_cache import SimulatedCache
+
+Result = dict[str, Any]
+
+
+def lockstep_batches(settings: Sequence[Setting], length: int, most: int) -> list[list[Setting]]:
+    """Settings that can share an exact reference, at most `most` a batch: their chunks are the same."""
+    batches: dict[tuple[Any, ...], list[list[Setting]]] = {}
+    for setting in settings:
+        key = (setting.split is not None, *text_chunks(length, setting.config))
+        same = batches.setdefault(key, [[]])
+        if len(same[-1]) == most:
+            same.append([])
+        same[-1].append(setting)
+    return [batch for same in batches.values() for batch in same]
+
+
+def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Progress | None = None) -> list[Result]:
+    """Score settings in lockstep with one exact cache; all windows are rows of one batch.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: int64 [windows, length], on the model's device.
+        settings: one of `lockstep_batches`.
+
+    Returns:
+        One flat dict a setting, see `_quality` and `_memory`.
+
+    Raises:
+        ValueError: a setting has no layout in this model, or the windows are too short for it to pack anything.
+    """
+    # The simulation needs to see queries; both names are the same attention for everything else.
+    model.set_attn_implementation(simulated_cache.ATTENTION_NAME if settings[0].split is not None else ATTENTION_NAME)
+    caches = [setting.new_cache(model.config) for setting in settings]
+    chunks = text_chunks(ids.shape[1], settings[0].config)
+    exact = DynamicCache(config=model.config)
+    scores = score_texts(model, ids, exact, caches, chunks, progress)
+    return [_quality(scored, ids.shape[1]) | _memory(cache, ids.numel()) for scored, cache in zip(scores, caches)]
+
+
+def _quality(scores: TextScores, length: int) -> Result:
+    """Perplexities and distances over the positions that read packed pages.
+
+    `kl_second_half` is that of each text's second half: the same positions in all settings, however many tokens they keep
+    exact. `kl_stderr` is the standard error over texts, whose positions are not independent; None for a single text.
+    """
+    kl = scores.kl.double()
+    per_window = kl.mean(1)
+    exact, packed = (nll[:, :-1].double().mean().item() for nll in (scores.nll_exact, scores.nll_packed))
+    return {
+        "ppl_exact": math.exp(exact),
+        "ppl_packed": math.exp(packed),
+        "ppl_delta_percent": 100 * math.expm1(packed - exact),
+        "kl": kl.mean().item(),
+        "kl_stderr": (per_window.std() / math.sqrt(len(kl))).item() if len(kl) > 1 else None,
+        "kl_second_half": kl[:, -(length // 2) :].mean().item(),
+        "kl_p99": torch.quantile(kl.flatten(), 0.99).item(),
+        "top1": scores.same.double().mean().item(),
+        "positions": kl.numel(),
+    }
+
+
+def _memory(cache: TurboQuantCache | SimulatedCache, tokens: int) -> Result:
+    """What the cache holds of `tokens` at the end, and what a token takes in a long context.
+
+    `packed_share` is that of the tokens in pages, in the layers that have pages. `page_bytes` is for a token and KV head of
+    a quantized layer; `mean_bytes` is the mean over all layers with pages, exact layers in bfloat16 included.
+    """
+    report = cache.report()
+    if isinstance(cache, TurboQuantCache):
+        layouts = [PageLayout.from_name(layer.layout_name) for layer in cache.packed_layers]
+        pages = [layout.bytes_per_token for layout in layouts]
+        exact = [2.0 * (layout.key_dim + layout.value_dim) for layout in layouts]
+        is_quantized = [layer.config == cache.quantization for layer in cache.packed_layers]
+    else:
+        pages = [layer.page_bytes for layer in cache.simulated_layers]
+        exact = [2.0 * (layer.keys.shape[3] + layer.values.shape[3]) for layer in cache.simulated_layers]
+        is_quantized = [True] * len(pages)
+    smallest = min(range(len(pages)), key=pages.__getitem__)
+    held = [page if is_packed else full for page, full, is_packed in zip(pages, exact, is_quantized)]
+    return {
+        "packed_share": report.packed_tokens / (tokens * len(pages)),
+        "layers": len(report.layers),
+        "quantized_layers": sum(is_quantized),
+        "cache_bytes": report.nbytes,
+        "cache_bytes_bf16": report.bytes_bf16,
+        "cache_ratio": report.ratio,
+        "page_bytes": pages[smallest],
+        "page_ratio": exact[smallest] / pages[smallest],
+        "mean_bytes": sum(held) / len(held),
+    }

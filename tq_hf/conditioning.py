@@ -1,0 +1,51 @@
+"""The balance of key channels: what happens to keys before the rotation, besides the page mean.
+
+A rotation spreads the quantizer's error evenly over a key's channels, but neither the keys' nor the queries' channels are
+alike: in models with biased or normalized keys, few channels carry most of the energy, and the error of all others is made
+at their scale. So keys are multiplied by a factor a channel, and queries divided by it, which leaves every score as it is:
+
+    q . k  =  (q / a) . (a * (k - mean)) + q . mean
+
+The expected squared error of a score is proportional to (sum_j E[q_j^2] / a_j^2) (sum_j a_j^2 var k_j), which is least where
+a_j = (E[q_j^2] / var k_j)^(1/4). Decoding pays nothing for it: a query is prepared by a product anyway.
+
+The factors belong to one sequence and KV head. Their statistics are those of the tokens that are there when the sequence's
+first page falls due, sinks and padding left out: the page's own and the recent window's. The variance of keys is the one
+around the mean of each `page_size` of them, as page means will leave it. The factors are made at that moment and stay, since
+a written page never changes. So they don't depend on how the tokens came in chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERY_FLOOR = 1e-4  # share of the mean energy that every query channel counts for, and so
+KEY_FLOOR = 0.05  # for the variance of keys, which so few tokens estimate poorly
+
+
+def balance_factors(query_energy: Tensor, key_spread: Tensor) -> Tensor:
+    """The factor of each key channel.
+
+    Args:
+        query_energy: fp32 `[..., D]`, proportional to E[q_j^2] over the query heads of a KV head, not centred.
+        key_spread: fp32 `[..., D]`, proportional to var k_j.
+
+    Returns:
+        fp32 `[..., D]`, positive, scaled so that dividing by it leaves the queries' energy as it is on average. All ones for
+        a head whose energy or spread is zero or not finite (no query seen, a single token, overflow).
+    """
+    energy_sum, spread_sum = query_energy.sum(-1, keepdim=True), key_spread.sum(-1, keepdim=True)
+    dim = query_energy.shape[-1]
+    energy = query_energy * (dim / energy_sum)
+    spread = key_spread * (dim / spread_sum)
+    square = ((energy + QUERY_FLOOR) / (spread + KEY_FLOOR)).sqrt()
+    factors = (square * (energy / square).mean(-1, keepdim=True)).sqrt()
+    largest = torch.finfo(torch.float32).max
+    known = (energy_sum > 0) & (energy_sum <= largest) & (spread_sum > 0) & (spread_sum <= largest)
+    return torch.where(known, factors, 1.0)
+
+
+def or_ones(balance: Tensor) -> Tensor:
+    """A layer's `balance`, which is zero for rows that have no page yet, as factors that can be divided by."""
+    return torch.where(balance == 0, 1.0, balance)

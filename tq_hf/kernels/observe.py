@@ -1,0 +1,127 @@
+"""Statistics for the balance of key channels (`tq_hf.conditioning`): a program a KV head, which leaves once it is known."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..conditioning import KEY_FLOOR, QUERY_FLOOR
+from .lanes import block_dim, keep_bytes, on_device
+from .store import load_vectors, token_rows
+
+LARGEST = tl.constexpr(3.4028234663852886e38)
+KEY_SHARE = tl.constexpr(KEY_FLOOR)
+QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
+
+
+@triton.jit
+def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, p_keep,
+                 keep_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The keys at positions start to start + 31, zero where they don't count, and which ones do."""
+    rows = token_rows(start, length, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, DIM)
+    position = start + tl.arange(0, 32)
+    counts = (position >= first) & (position < last)
+    if p_keep is not None:
+        counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
+    return load_vectors(rows, counts, DIM, BLOCK)
+
+
+@triton.jit
+def balance_factors(energy, spread, inside, DIM: tl.constexpr):
+    """`conditioning.balance_factors` for one head; zero outside DIM."""
+    energy_sum, spread_sum = tl.sum(energy, 0), tl.sum(spread, 0)
+    known = (energy_sum > 0) & (energy_sum <= LARGEST) & (spread_sum > 0) & (spread_sum <= LARGEST)
+    energy = energy * (DIM / tl.where(known, energy_sum, 1.0))
+    spread = spread * (DIM / tl.where(known, spread_sum, 1.0))
+    square = tl.sqrt((energy + QUERY_SHARE) / (spread + KEY_SHARE))
+    mean = tl.sum(tl.where(inside, energy / square, 0.0), 0) / DIM
+    return tl.where(known, tl.sqrt(square * mean), 1.0)
+
+
+@triton.jit(do_not_specialize=["n", "window", "sinks", "stride_keep"])
+def observe_tokens(
+    p_query, p_key, p_ring, p_row_start, p_counters, p_balance, p_energy, p_keep, n, window, sinks,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (1, H, B), as `store.token_rows` expects."""
+    i_h, i_b = tl.program_id(1), tl.program_id(2)
+    head = (i_b * tl.num_programs(1) + i_h) * DIM
+    if tl.load(p_balance + head) != 0:
+        return
+    length = tl.load(p_counters)
+    packed_end = tl.load(p_counters + 1)
+    first = tl.load(p_row_start + i_b) + sinks
+    # The row's first page is the one that ends behind `first`; it may not be due yet.
+    page_end = packed_end + PAGE * tl.maximum(tl.cdiv(first + 1 - packed_end, PAGE), 1)
+    last = tl.minimum(length + n, page_end + window)
+    keep_row = i_b.to(tl.int64) * stride_keep
+    d = tl.arange(0, BLOCK)
+    inside = d < DIM
+    energy = tl.load(p_energy + head + d, mask=inside, other=0.0)
+    if p_query is not None:
+        i_g = tl.arange(0, GROUP_BLOCK)
+        p_heads = p_query + i_b.to(tl.int64) * stride_qb + (i_h * GROUP + i_g).to(tl.int64) * stride_qh
+        for position in range(tl.maximum(length, first), last):  # one by one: the sum is the same for all chunks
+            p_token = p_heads + (position - length).to(tl.int64) * stride_qt
+            mask = (i_g < GROUP)[:, None] & inside[None, :]
+            x = tl.load(p_token[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            counts = tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0  # infinities and NaN times zero are NaN
+            if p_keep is not None:
+                counts = counts & (tl.load(p_keep + keep_row + position) != 0)
+            energy += tl.where(counts, tl.sum(x * x, 0), 0.0)
+    tl.store(p_energy + head + d, energy, mask=inside)
+    if page_end + window > length + n:
+        return
+    slots = window + PAGE
+    spread = tl.zeros([BLOCK], tl.float32)
+    for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
+        total = tl.zeros([BLOCK], tl.float32)
+        count = 0
+        for start in range(block, block + PAGE, 32):
+            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
+                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            total += tl.sum(x, 0)
+            count += tl.sum(counts.to(tl.int32), 0)
+        mean = total / tl.maximum(count, 1)
+        for start in range(block, block + PAGE, 32):
+            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
+                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            x = tl.where(counts[:, None], x - mean[None, :], 0.0)
+            spread += tl.sum(x * x, 0)
+    tl.store(p_balance + head + d, balance_factors(energy, spread, inside, DIM), mask=inside)
+
+
+def observe(
+    query: Tensor | None,
+    key: Tensor,
+    ring_key: Tensor,
+    row_start: Tensor,
+    counters: Tensor,
+    balance: Tensor,
+    query_energy: Tensor,
+    keep: Tensor | None,
+    page_size: int,
+    sinks: int,
+    recent_window: int,
+) -> None:
+    """`tq_hf.reference.observe`, whose arguments these are, for tensors on a GPU; nothing waits for the device.
+
+    `query` and `keep` may have any strides, `key` any but a contiguous last dim; the rest must be contiguous.
+    """
+    batch, heads, n, dim = key.shape
+    if n == 0:
+        return
+    group = 1 if query is None else query.shape[1] // heads
+    if query is not None and query.stride(-1) != 1:
+        query = query.contiguous()
+    keep = keep_bytes(keep)
+    with on_device(key.device):
+        observe_tokens[(1, heads, batch)](
+            query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
+            *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
+            0 if keep is None else keep.stride(0),
+            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim, BLOCK=block_dim(dim),
+            num_warps=4,
+        )  # fmt: skip
