@@ -51,9 +51,9 @@ if INTERPRETED:
         return create_splat(self, shape, scalar)
 
     @triton.jit
-    def write_slots(p_row_start, p_counters, p_out, batch, slots, PAGE_BITS: tl.constexpr, TILES: tl.constexpr,
-                    LEAST: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
-        first, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, TILES, LEAST, BATCH)
+    def write_slots(p_row_start, p_counters, p_out, batch, slots, PAGE_BITS: tl.constexpr, GROUPS: tl.constexpr,
+                    TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
+        first, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, GROUPS, TILE, LEAST, BATCH)
         row, start, split, count = slot_of(first, splits, tl.program_id(0), BATCH)
         p_out += 5 * tl.program_id(0)
         tl.store(p_out, row)
@@ -219,6 +219,7 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq4", 32, 128, length=45, options=narrow(codebook="beta")),
         Case("tq4", 32, length=77, group=7, queries=5, options=narrow()),
         Case("tq4", 64, length=200, group=4, options=narrow(64)),  # two groups a tile
+        Case("tq4", 64, length=175, group=4, rows=2, row_start=(0, 70), options=narrow()),  # two pages a tile, an odd number
         Case("tq3", 32, length=200, group=8, options=narrow(64)),
         Case("tq2", 32, length=330, group=2, options=narrow(128)),
         Case("tq4", 64, length=150, group=7, queries=2, options=narrow(64)),  # two blocks of columns
@@ -272,7 +273,7 @@ def test_rows_share_slots_by_length() -> None:
         out = torch.zeros(slots, 5, dtype=torch.int32)
         counters = torch.tensor([3300, 3200, 50], dtype=torch.int32)
         starts = torch.tensor(row_start, dtype=torch.int32)
-        write_slots[(slots,)](starts, counters, out, batch, slots, PAGE_BITS=6, TILES=2, LEAST=1, BATCH=32)
+        write_slots[(slots,)](starts, counters, out, batch, slots, PAGE_BITS=6, GROUPS=4, TILE=2, LEAST=1, BATCH=32)
         taken: list[set[int]] = [set() for _ in row_start]
         longest = 0
         for row, start, split, count, tiles in out.tolist():

@@ -234,7 +234,7 @@ def _attend(
         (p_output, p_stats, _signs(page.value_dim_padded, device) if rotated else None, aux_sinks, row_start, counters, out,
          batch, heads, columns, group, slots, even_splits, exact_splits, out.stride(0), out.stride(1)),
         DIM=page.value_dim, PADDED=page.value_dim_padded, BLOCK=value_block, ROWS=column_tile, SPLITS=split_tile,
-        STEP=step, PAGE_BITS=page.page_size.bit_length() - 1, TILES=page.groups // tile, **sharing, DEPENDENT=overlap,
+        STEP=step, PAGE_BITS=page.page_size.bit_length() - 1, GROUPS=page.groups, TILE=tile, **sharing, DEPENDENT=overlap,
     )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def _decode_tile(
     groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
     words = page.key_words_per_lane + page.value_words_per_lane
     tile = 1
-    if page.groups > 1 and columns <= 8:
+    if decode_registers(page, columns, 2) == DECODE_REGISTERS[0]:
         is_long = batch * heads * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)

@@ -79,8 +79,8 @@ def combine(
     p_output, p_stats, p_signs, p_aux_sinks, p_row_start, p_counters, p_out,
     batch, heads, columns, group, slots, even_splits, exact_splits, stride_ob, stride_oq,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    STEP: tl.constexpr, PAGE_BITS: tl.constexpr, TILES: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STEP: tl.constexpr, PAGE_BITS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+    BATCH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, column blocks, cdiv(DIM, STEP)): STEP dimensions of ROWS columns.
 
@@ -92,7 +92,7 @@ def combine(
             pages are in rotated coordinates; else None.
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
-        PAGE_BITS, TILES, LEAST, BATCH: of `splits.row_splits`.
+        PAGE_BITS, GROUPS, TILE, LEAST, BATCH: of `splits.row_splits`.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
@@ -107,7 +107,7 @@ def combine(
     first = i_bh * even_splits
     count = even_splits
     if (even_splits == 0) & (slots > 0):
-        _, splits, _ = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, TILES, LEAST, BATCH)
+        _, splits, _ = row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS, GROUPS, TILE, LEAST, BATCH)
         begin, count = slots_of(splits, i_b, BATCH)
         first = i_h * slots + begin
     if DEPENDENT:

@@ -16,7 +16,8 @@ of a flat tail; sums are kept in that unit too, and rescaled from tile to tile b
 anyway.
 
 Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
-group or, where codes are narrow, two groups of a page: so much has to be on its way from memory at any time.
+group or, where codes are narrow, the next as well, of the same page or of the next one: so much has to be on its way from
+memory at any time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,17 @@ from .products import (
 )
 from .query import QUERY_STEPS
 from .splits import row_splits, slot_of
-from .tiles import field_words, lane_words, load_codes, load_fields, load_kept, load_means, part
+from .tiles import (
+    field_words,
+    lane_words,
+    load_codes,
+    load_fields,
+    load_kept,
+    load_means,
+    load_pages,
+    part,
+    tile_groups,
+)
 from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
 
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
@@ -146,33 +157,33 @@ def decode(
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
+    PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
+    SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
 
-    TILES: tl.constexpr = L.groups // TILE  # of a page
-    BITS: tl.constexpr = L.group_bits - TILE // 2
-    starts, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, L.page_bits, TILES, LEAST, BATCH)
+    KEYS: tl.constexpr = 32 * L.key_words  # where the values start, and
+    CODES: tl.constexpr = 32 * (L.key_words + L.value_words)  # the metadata
+    starts, splits, tiles = row_splits(p_row_start, p_counters, batch, slots, L.page_bits, L.groups, TILE, LEAST, BATCH)
     i_b, start, i_s, n_s = slot_of(starts, splits, slot, BATCH)
     if i_b >= batch:
         if DEPENDENT:  # if no program has anything to do, the next kernel still depends on the ones before
             gdc_wait()
         return
     i_bh = i_b * heads + i_h
+    entries = tl.load(p_counters + 2)
     first = start + i_s
     steps = tl.cdiv(tiles - first, n_s)
     p_pages = p_page_ids + i_b * stride_page_ids
-    p_bits = p_kept + i_b * capacity * L.groups
-    page = tl.load(p_pages + (first >> BITS), mask=steps > 0, other=-1)
-    next_page = tl.load(p_pages + ((first + n_s) >> BITS), mask=steps > 1, other=-1)
-    live = page >= 0
+    p_kept += i_b * capacity * L.groups
+    pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
+    next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
     p_head = p_pool + (i_h * L.page_words + L.header_words)
-    # Codes are read wherever there is no page as well: what of, does not matter, and loads without a condition are cheaper.
-    page_offset = tl.maximum(page, 0).to(tl.int64) * heads * L.page_words
-    p_tile = p_head + (page_offset + (first & (TILES - 1)) * (TILE * L.group_words))
-    keys = load_codes(p_tile, L.group_words, L.key_words, TILE)
-    values = load_codes(p_tile + 32 * L.key_words, L.group_words, L.value_words, TILE)
-    fields = load_fields(p_tile + 32 * (L.key_words + L.value_words), live, L.group_words, L.fields, TILE)
+    p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
+    keys = load_codes(p_groups, 0, L.key_words)
+    values = load_codes(p_groups, KEYS, L.value_words)
+    fields = load_fields(p_groups, pages, CODES, L.fields)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
     if L.same_table:
@@ -183,14 +194,14 @@ def decode(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    kept = load_kept(p_bits + first * TILE, live, TILE)
+    kept = load_kept(p_kept, first, pages, TILE)
     own_columns = []
     for x in tl.static_range(NX):
         own_columns = own_columns + [tl.minimum(lane_column(t, x, NX), columns - 1)]
-    means = [tl.zeros([32], tl.float32)] * NX
+    means = [tl.zeros([32], tl.float32)] * (len(pages) * NX)
     if L.centered:
-        p_mean = p_means + i_bh.to(tl.int64) * capacity * columns
-        means = load_means(p_mean + (first >> BITS) * columns, live, own_columns, NX)
+        p_means += i_bh.to(tl.int64) * capacity * columns
+        means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
     zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
     query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
@@ -209,13 +220,10 @@ def decode(
     scaled = [nothing] * NX  # of the weights times value scales
     minima = [nothing] * NX  # of the weights times value minima
     for step in tl.range(0, steps, num_stages=1):
-        item = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
-        live = next_page >= 0
-        page_offset = next_page.to(tl.int64) * heads * L.page_words
-        p_next = p_head + (page_offset + (item & (TILES - 1)) * (TILE * L.group_words))
-        p_tile = tl.where(live, p_next, p_tile)
-        next_keys = load_codes(p_tile, L.group_words, L.key_words, TILE)
-        next_values = load_codes(p_tile + 32 * L.key_words, L.group_words, L.value_words, TILE)
+        tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
+        p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
+        next_keys = load_codes(p_groups, 0, L.key_words)
+        next_values = load_codes(p_groups, KEYS, L.value_words)
 
         scores = []
         scale = []
@@ -242,20 +250,21 @@ def decode(
                     y = products[r * NX + x]
                     if L.key_format == "lloyd_max":
                         y *= key_scale[r]
+                    if SCALED:
+                        y = tl.fma(y, slope[x], means[u % PAGES * NX + x])
                     if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-                        y = tl.fma(y, slope[x], means[x]) * 2.8853900817779268
-                        y = softcap - 2 * softcap / (power_of_two(y) + 1)
+                        y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
                     scores = scores + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
         keys = next_keys
-        fields = load_fields(p_tile + 32 * (L.key_words + L.value_words), live, L.group_words, L.fields, TILE)
-        kept = load_kept(p_bits + item * TILE, live, TILE)
+        fields = load_fields(p_groups, next_pages, CODES, L.fields)
+        kept = load_kept(p_kept, tile, next_pages, TILE)
 
         state = []
         decay = []
         integers = []
         for x in tl.static_range(NX):
-            if softcap is not None:
+            if SCALED:
                 w = weigh(scores[x::NX], nothing + 1.0, nothing, scale, exponent, highest[x], unit[x])
             else:
                 w = weigh(scores[x::NX], slope[x], means[x], scale, exponent, highest[x], unit[x])
@@ -276,8 +285,8 @@ def decode(
             integers = integers + w[3 + 4 * TILE :]
         highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
         if L.centered:
-            means = load_means(p_mean + (item >> BITS) * columns, live, own_columns, NX)
-        next_page = tl.load(p_pages + ((item + n_s) >> BITS), mask=step + 2 < steps, other=-1)
+            means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
+        next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
 
         operands = []
         for u in tl.static_range(TILE):

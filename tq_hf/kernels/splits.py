@@ -12,13 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
-def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, TILES: tl.constexpr, LEAST: tl.constexpr,
-               BATCH: tl.constexpr):  # fmt: skip
+def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+               LEAST: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
     """How the tiles of a batch are split.
 
     Args:
         slots: at least as many as rows.
-        TILES: tiles of a page; LEAST: tiles that a split should have.
+        GROUPS: groups of a page; TILE: groups of a tile, which may have two pages; LEAST: tiles that a split should have.
         BATCH: a power of two of at least `batch`, 1 or at least 32: of a sum over a warp, the compiler knows that all lanes
             have the same.
 
@@ -28,8 +28,8 @@ def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, T
     """
     row = tl.arange(0, BATCH)
     start = tl.load(p_row_start + row, mask=row < batch, other=0)
-    tiles = tl.load(p_counters + 2) * TILES
-    first = (start >> PAGE_BITS) * TILES  # shorter pages than most can only make this too low
+    tiles = tl.cdiv(tl.load(p_counters + 2) * GROUPS, TILE)
+    first = (start >> PAGE_BITS) * GROUPS // TILE  # shorter pages than most can only make this too low
     own = tl.where(row < batch, tl.maximum(tiles - first, 0), 0)
     spare = slots - batch  # the last split of a row may be a small one
     size = tl.cdiv(tl.sum(own, 0), tl.maximum(spare, 1))

@@ -45,11 +45,36 @@ def lane_words(blocks, COUNT: tl.constexpr):
 
 
 @triton.jit
-def load_codes(p_codes, GROUP_WORDS: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
+def load_pages(p_pages, tile, entries, wanted, GROUP_BITS: tl.constexpr, TILE: tl.constexpr):
+    """The ids of a tile's one or two pages; -1 where there is none or it is not `wanted`."""
+    entry = (tile * TILE) >> GROUP_BITS
+    pages = [tl.load(p_pages + entry, mask=wanted, other=-1)]
+    if (1 << GROUP_BITS) < TILE:
+        pages = pages + [tl.load(p_pages + (entry + 1), mask=wanted & (entry + 1 < entries), other=-1)]
+    return pages
+
+
+@triton.jit
+def tile_groups(pages, others, p_head, heads, tile, L: tl.constexpr, TILE: tl.constexpr):
+    """Pointers to a tile's groups; `others` for groups without a page.
+
+    Codes are read wherever there is no page as well: what of, does not matter, and loads without a condition are cheaper.
+    """
+    in_page = ((tile * TILE) & (L.groups - 1)) * L.group_words
+    groups = []
+    for u in tl.static_range(TILE):
+        page = pages[u % len(pages)]
+        p = p_head + (page.to(tl.int64) * heads * L.page_words + (in_page + (u // len(pages)) * L.group_words))
+        groups = groups + [tl.where(page >= 0, p, others[u])]
+    return groups
+
+
+@triton.jit
+def load_codes(p_groups, OFFSET: tl.constexpr, COUNT: tl.constexpr):
     """`load_lane_words` for each group of a tile."""
     blocks = []
-    for u in tl.static_range(TILE):
-        blocks = blocks + load_lane_words(p_codes + u * GROUP_WORDS, COUNT)
+    for u in tl.static_range(len(p_groups)):
+        blocks = blocks + load_lane_words(p_groups[u] + OFFSET, COUNT)
     return blocks
 
 
@@ -61,12 +86,13 @@ def part(values, u: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_fields(p_metadata, live, GROUP_WORDS: tl.constexpr, FIELDS: tl.constexpr, TILE: tl.constexpr):
-    """The metadata of each group, every word in one lane of those that need it; zeros unless `live`."""
+def load_fields(p_groups, pages, OFFSET: tl.constexpr, FIELDS: tl.constexpr):
+    """The metadata of each group, every word in one lane of those that need it; zeros where there is no page."""
     lane = tl.arange(0, 32)
     words = []
-    for u in tl.static_range(TILE):
-        p = p_metadata + u * GROUP_WORDS
+    for u in tl.static_range(len(p_groups)):
+        p = p_groups[u] + OFFSET
+        live = pages[u % len(pages)] >= 0
         if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
             words = words + [tl.load(p + lane, mask=live, other=0)]
         if FIELDS % 2 == 1:
@@ -75,20 +101,23 @@ def load_fields(p_metadata, live, GROUP_WORDS: tl.constexpr, FIELDS: tl.constexp
 
 
 @triton.jit
-def load_kept(p_bits, live, TILE: tl.constexpr):
+def load_kept(p_kept, tile, pages, TILE: tl.constexpr):
     """A word for each group with a bit for each token that counts."""
     words = []
     for u in tl.static_range(TILE):
-        words = words + [tl.load(p_bits + u, mask=live, other=0)]
+        words = words + [tl.load(p_kept + (tile * TILE + u), mask=pages[u % len(pages)] >= 0, other=0)]
     return words
 
 
 @triton.jit
-def load_means(p_means, live, own_columns, NX: tl.constexpr):
-    """The scores of a page's mean key for the columns of a lane."""
+def load_means(p_means, tile, pages, columns, own_columns, GROUP_BITS: tl.constexpr, TILE: tl.constexpr):
+    """The scores of each page's mean key for the columns of a lane."""
+    entry = (tile * TILE) >> GROUP_BITS
     scores = []
-    for x in tl.static_range(NX):
-        scores = scores + [tl.load(p_means + own_columns[x], mask=live, other=0.0)]
+    for u in tl.static_range(len(pages)):
+        for x in tl.static_range(len(own_columns)):
+            p = p_means + ((entry + u) * columns + own_columns[x])
+            scores = scores + [tl.load(p, mask=pages[u] >= 0, other=0.0)]
     return scores
 
 
