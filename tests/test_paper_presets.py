@@ -84,8 +84,9 @@ def test_a_prod_page_written_by_hand() -> None:
     words = torch.zeros(layout.page_words, dtype=torch.int32)
     # Token 9 is g=1, r=1. Of its key, lane 5 (t=1) has dimensions 8 to 15 in word 1 of 3, behind no quads: 3 * 5 + 1.
     words[16] = 0x00000726  # codes 6, 2, 7: levels 2, 2, 3 and signs +, -, +; the others are level 0 and -
-    # Of its value (t=0, a=1), lane 8 (g=2) has dimensions 8 to 11 in word 1 of 4, codes 2e + 1: 96 + 4 * 8 + 1.
-    words[129] = 0x40302010
+    # Of its value (h=0, t=0, a=3), lane 8 (g=2) has dimensions 8 and 9 in word 0 of 4 and 10 and 11 in word 2, each as codes
+    # 3 and 7: magnitudes in bits 12 and 28, signs in bits 31 and 27. Codes 1 2 3 4 are magnitudes -6 -5 -4 -3.
+    words[96 + 4 * 8], words[96 + 4 * 8 + 2] = 0xD8006000 - (1 << 32), 0xB8004000 - (1 << 32)
     halves = words[96 + 128 :].view(torch.float16)
     halves[9], halves[13], halves[64 + 9], halves[64 + 13] = 2.0, 0.5, 0.25, -3.0
 
@@ -102,7 +103,7 @@ def test_a_prod_page_written_by_hand() -> None:
     sketch_matrix = sketch(torch.eye(32)).mT
     expected = orthogonal_matrix(32).float().T @ (coordinates + sketch_matrix.T @ weighted)
     torch.testing.assert_close(key[9], expected)
-    assert value[9].tolist() == [-3.0] * 8 + [-2.75, -2.5, -2.25, -2.0] + [-3.0] * 20
+    assert value[9].tolist() == [-1.0] * 8 + [-2.75, -2.5, -2.25, -2.0] + [-1.0] * 20  # a zero bit pattern is code 8
     others = [token for token in range(32) if token != 9]
     assert not key[others].any() and not value[others].any()
 
@@ -112,9 +113,10 @@ def test_groups_of_values_written_by_hand() -> None:
     layout = TurboQuantConfig.from_preset("paper_mse", page_size=32).layout(32, 64, torch.float32)
     assert layout.metadata == ("key_scale", "value_scale_0", "value_min_0", "value_scale_1", "value_min_1")
     words = torch.zeros(layout.page_words, dtype=torch.int32)
-    # Token 20 is g=4, r=2, and t=2, a=0 of octet 2 as a value. Lane 4 * 5 + 2 (g=5) has dimensions 40 to 43 in chunk 0 and
-    # 44 to 47 in chunk 1, two runs a word: word 3 of 4 holds octets 2 and 3 of chunk 1. Codes 2e are the even nibbles.
-    words[96 + 4 * 22 + 3] = 0x03020100
+    # Token 20 is g=4, r=2, and h=1, t=2, a=0 as a value. Lane 4 * 5 + 2 (g=5) has dimensions 40 to 43 in chunk 0 and 44 to 47
+    # in chunk 1, two runs a word: words 2 and 3 of 4 hold p=0 and p=1 of chunk 1, with h=1 in the high bits of the nibbles 0
+    # and 4.
+    words[96 + 4 * 22 + 2], words[96 + 4 * 22 + 3] = 0x00040000, 0x000C0008
     halves = words[96 + 128 :].view(torch.float16)
     # Blocks of two fields: 8g + r and 8g + 4 + r, from 0 and 64; the last field from 128: 4g + r.
     halves[34], halves[38], halves[64 + 34], halves[64 + 38], halves[128 + 18] = 1.0, 0.5, -1.0, 2.0, 10.0
