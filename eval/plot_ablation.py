@@ -19,8 +19,9 @@ from .settings import OWN, PUBLISHED
 
 SERIES = (
     ("ours", "o", "#0b6e4f", {name: name for name in OWN}),
-    ("published", "s", "#b23a48", {name: name for name in PUBLISHED}),
-    ("published + our window and sinks", "D", "#3a6ea5", {f"{name} + window, sinks": name for name in PUBLISHED}),
+    ("published: every token packed", "s", "#b23a48", {f"{name}, as published": name for name in PUBLISHED}),
+    ("published codes in these pages", "^", "#d98c21", {name: name for name in PUBLISHED}),
+    ("published codes, our window and sinks", "D", "#3a6ea5", {f"{name} + window, sinks": name for name in PUBLISHED}),
 )
 
 

@@ -200,8 +200,8 @@ def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
         if FITTED:  # `layout.PageLayout.scale`
             unbiased = norm * (362.0386719675123 * PADDED**0.5) / tl.maximum(tl.sum(projection, 1), 1e-30)  # 2**8.5
             scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
-        tl.store(p_field, tl.minimum(scale, FP16_MAX).to(tl.float16))
-        saturated = scale > FP16_MAX
+        saturated = ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+        tl.store(p_field, tl.where(saturated, FP16_MAX, scale).to(tl.float16))
     else:
         if FORMAT == "min_max":
             TOP: tl.constexpr = 2**BITS - 1
