@@ -114,8 +114,8 @@ def test_groups_of_values_written_by_hand() -> None:
     assert layout.metadata == ("key_scale", "value_scale_0", "value_min_0", "value_scale_1", "value_min_1")
     words = torch.zeros(layout.page_words, dtype=torch.int32)
     # Token 20 is g=4, r=2, and h=1, t=2, a=0 as a value. Lane 4 * 5 + 2 (g=5) has dimensions 40 to 43 in chunk 0 and 44 to
-    # 47 in chunk 1, two runs a word: words 2 and 3 of 4 hold p=0 and p=1 of chunk 1, with h=1 in the high bits of the nibbles
-    # 0 and 4.
+    # 47 in chunk 1, two runs a word: words 2 and 3 of 4 hold p=0 and p=1 of chunk 1, with h=1 in the high bits of nibbles 0
+    # and 4.
     words[96 + 4 * 22 + 2], words[96 + 4 * 22 + 3] = 0x00040000, 0x000C0008
     halves = words[96 + 128 :].view(torch.float16)
     # Blocks of two fields: 8g + r and 8g + 4 + r, from 0 and 64; the last field from 128: 4g + r.
