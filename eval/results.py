@@ -93,7 +93,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def described(setting: Setting) -> dict[str, Any]:
     """A setting's configuration, as JSON keeps it."""
-    return asdict(setting.config) | ({"split": asdict(setting.split)} if setting.split is not None else {})
+    described = asdict(setting.config)
+    if setting.split is not None:
+        described["split"] = asdict(setting.split)
+    if setting.at_once:
+        described["at_once"] = True
+    return described
 
 
 def read_all(out: Path) -> list[ModelResults]:

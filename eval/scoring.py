@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -49,6 +48,12 @@ def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Prog
     """
     # The simulation needs to see queries; both names are the same attention for everything else.
     model.set_attn_implementation(simulated_cache.ATTENTION_NAME if settings[0].split is not None else ATTENTION_NAME)
+    for setting in settings:
+        if setting.at_once and ids.shape[1] % setting.config.page_size:
+            raise ValueError(
+                f"windows of {ids.shape[1]} tokens do not fill pages of {setting.config.page_size}, as packing at once"
+                " needs: pass a multiple to --window."
+            )
     caches = [setting.new_cache(model.config) for setting in settings]
     chunks = text_chunks(ids.shape[1], settings[0].config)
     exact = DynamicCache(config=model.config)
@@ -72,7 +77,7 @@ def _quality(scores: TextScores, length: int) -> Result:
         "kl": kl.mean().item(),
         "kl_stderr": (per_window.std() / math.sqrt(len(kl))).item() if len(kl) > 1 else None,
         "kl_second_half": kl[:, -(length // 2) :].mean().item(),
-        "kl_p99": torch.quantile(kl.flatten(), 0.99).item(),
+        "kl_p99": kl.flatten().kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values.item(),
         "top1": scores.same.double().mean().item(),
         "positions": kl.numel(),
     }

@@ -93,7 +93,7 @@ def _presets() -> Iterable[Setting]:
         yield Setting(name, GROUPS, "ours: what single changes are made to", PRESETS[name])
     yield Setting("raw", ("presets",), "noise floor: the model's dtype in the same pages", PRESETS["raw"])
     for name in PUBLISHED:
-        why = "as published: every token is read packed, two exact layers at each end of a dense model"
+        why = "as published schemes decode: every token is read packed, two exact layers at each end of a dense model"
         yield Setting(f"{name}, as published", ("presets",), why, PRESETS[name], at_once=True)
         why = "the preset: the same bytes, but a page is packed as a whole, and the newest 0 to 63 tokens are exact"
         yield Setting(name, ("presets",), why, PRESETS[name])

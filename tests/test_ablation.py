@@ -429,3 +429,16 @@ def test_at_once_refuses_exact_tokens_and_parts_of_pages(sharp_model: Any) -> No
     sharp_model.set_attn_implementation("turboquant")
     with pytest.raises(ValueError, match="6 tokens do not fill a page: feed chunks of 64"):
         sharp_model(prompt(1, 70), past_key_values=cache)
+
+
+def test_at_once_needs_whole_pages_before_anything_runs(sharp_model: Any) -> None:
+    with pytest.raises(ValueError, match="windows of 100 tokens do not fill pages of 64"):
+        measure(sharp_model, prompt(1, 100), [named("4bit_nc, as published")])
+
+
+def test_modes_are_told_apart_on_resume(tmp_path: Path) -> None:
+    at_once = named("4bit_nc, as published")
+    stored = results.ModelResults(tmp_path / "m-w64.json", {}, {})
+    stored.add(at_once, {"kl": 0.0})
+    assert stored.has(at_once)
+    assert not stored.has(replace(at_once, at_once=False))

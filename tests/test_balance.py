@@ -175,3 +175,18 @@ def test_eager_attention_shows_no_queries_and_leaves_keys_as_they_are() -> None:
 def test_what_cannot_be_balanced_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="balance_keys="):
         TurboQuantCache(tiny_model().config, "tq4", **options)
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 128])
+def test_factors_go_with_the_last_page(max_cache_len: int | None) -> None:
+    """What is left of the old text is exact, so the new one gets factors of its own."""
+    model = uneven_model()
+    ids, other = prompt(1, 100), prompt(1, 100, seed=9)
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=max_cache_len, **SMALL)
+    feed(model, ids, cache, (100,))
+    first = balances(cache)
+    cache.crop(-98)  # to the sinks
+    assert not any(b.any() for b in balances(cache))
+    feed(model, other, cache, (60,))
+    assert all(b.all() for b in balances(cache))
+    assert not any(torch.equal(a, b) for a, b in zip(balances(cache), first, strict=True))

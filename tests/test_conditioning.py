@@ -50,7 +50,7 @@ class TestFactors:
         torch.testing.assert_close(balance_factors(energy, spread * scale), expected)
 
     @pytest.mark.parametrize("what", ["energy", "spread"])
-    @pytest.mark.parametrize("bad", [0.0, torch.inf, torch.nan])
+    @pytest.mark.parametrize("bad", [0.0, 1e-33, torch.inf, torch.nan])
     def test_without_statistics_nothing_is_scaled(self, what: str, bad: float) -> None:
         given = {"energy": torch.ones(2, 8), "spread": torch.ones(2, 8)}
         given[what][0] = bad

@@ -105,3 +105,14 @@ def test_chunks_give_the_same_bits(device: str) -> None:
     whole = run(observe, case, (220,), query, key, None)
     parts = run(observe, case, (50, 81, 1, 1, 60, 27), query, key, None)
     assert torch.equal(whole[-2], parts[-2]) and whole[-2].all()
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize("size", [0.0, 1e-19, 1e-21])
+def test_next_to_nothing_gives_ones(device: str, size: float) -> None:
+    case = Case(dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(BATCH, HEADS * case.group, 150, case.dim, generator=generator)
+    key = torch.randn(BATCH, HEADS, 150, case.dim, generator=generator) * size
+    for op, place in ((reference.observe, "cpu"), (observe, device)):
+        assert run(op, case, (150,), query.to(place), key.to(place), None)[-2].eq(1).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import logging
 import platform
 import re
@@ -102,7 +103,16 @@ def versions() -> dict[str, str]:
     for package in ("tq-hf", "torch", "transformers", "triton"):
         with contextlib.suppress(PackageNotFoundError):
             found[package.replace("-", "_")] = version(package)
-    return found
+    return found | {"tq_hf_code": code_fingerprint()}
+
+
+def code_fingerprint() -> str:
+    """12 hex digits that change with this package's source: which code a result was measured with."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def serve(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:

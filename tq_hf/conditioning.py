@@ -13,6 +13,7 @@ The factors belong to one sequence and KV head. Their statistics are those of th
 first page falls due, sinks and padding left out: the page's own and the recent window's. The variance of keys is the one
 around the mean of each `page_size` of them, as page means will leave it. The factors are made at that moment and stay, since
 a written page never changes. So they don't depend on how the tokens came in chunks.
+(Queries of rejected drafts before the first page do count: they are not known to be rejected when they are seen.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 QUERY_FLOOR = 1e-4  # share of the mean energy that every query channel counts for, and so
 KEY_FLOOR = 0.05  # for the variance of keys, which so few tokens estimate poorly
+SMALLEST = 1e-30  # sums below tell nothing: proportions would overflow
 
 
 def balance_factors(query_energy: Tensor, key_spread: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ def balance_factors(query_energy: Tensor, key_spread: Tensor) -> Tensor:
 
     Returns:
         fp32 `[..., D]`, positive, scaled so that dividing by it leaves the queries' energy as it is on average. All ones for
-        a head whose energy or spread is zero or not finite (no query seen, a single token, overflow).
+        a head whose energy or spread is next to zero or not finite (no query seen, a single token, overflow).
     """
     energy_sum, spread_sum = query_energy.sum(-1, keepdim=True), key_spread.sum(-1, keepdim=True)
     dim = query_energy.shape[-1]
@@ -42,7 +44,7 @@ def balance_factors(query_energy: Tensor, key_spread: Tensor) -> Tensor:
     square = ((energy + QUERY_FLOOR) / (spread + KEY_FLOOR)).sqrt()
     factors = (square * (energy / square).mean(-1, keepdim=True)).sqrt()
     largest = torch.finfo(torch.float32).max
-    known = (energy_sum > 0) & (energy_sum <= largest) & (spread_sum > 0) & (spread_sum <= largest)
+    known = (energy_sum > SMALLEST) & (energy_sum <= largest) & (spread_sum > SMALLEST) & (spread_sum <= largest)
     return torch.where(known, factors, 1.0)
 
 

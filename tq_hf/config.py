@@ -157,7 +157,7 @@ def _paper(key_format: str) -> TurboQuantConfig:
 
 PRESETS: dict[str, TurboQuantConfig] = {
     # This project's own: centred and balanced keys, rotated Lloyd-Max values, exact window and sinks, no layer left out.
-    # Fewer bits gain more from smaller pages and a longer window.
+    # Below 4 bits a longer window pays; small pages keep it from growing by more than 31 tokens.
     "tq4": _own(4, 4, page_size=64, recent_window=64),
     "tq3": _own(3, 3),
     "tq3v2": _own(3, 2),

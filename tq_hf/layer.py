@@ -433,9 +433,9 @@ class TurboQuantLayer(CacheLayerMixin):
         """Forget positions from `length` on, as the table has done (`BlockTable.crop`)."""
         self.length, self.packed_end = length, packed_end
         self.is_empty = length == 0
-        if self.is_empty:
+        if self.is_empty or (used == 0 and int(self.counters[2]) > 0):  # factors are those of pages that are gone
             self._forget_balance()
-        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32))
+        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
 
     @torch.inference_mode(False)
     def select_rows(self, indices: Tensor) -> None:

@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, QUERY_FLOOR
+from ..conditioning import KEY_FLOOR, QUERY_FLOOR, SMALLEST
 from .lanes import block_dim, keep_bytes, on_device
 from .store import load_vectors, token_rows
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
+LEAST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h
 def balance_factors(energy, spread, inside, DIM: tl.constexpr):
     """`conditioning.balance_factors` for one head; zero outside DIM."""
     energy_sum, spread_sum = tl.sum(energy, 0), tl.sum(spread, 0)
-    known = (energy_sum > 0) & (energy_sum <= LARGEST) & (spread_sum > 0) & (spread_sum <= LARGEST)
+    known = (energy_sum > LEAST) & (energy_sum <= LARGEST) & (spread_sum > LEAST) & (spread_sum <= LARGEST)
     energy = energy * (DIM / tl.where(known, energy_sum, 1.0))
     spread = spread * (DIM / tl.where(known, spread_sum, 1.0))
     square = tl.sqrt((energy + QUERY_SHARE) / (spread + KEY_SHARE))
