@@ -26,10 +26,13 @@ from tqdm.auto import tqdm
 
 from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, serve, versions
 
+from .bos import BOS_CHOICES, starts_with_bos
 from .results import TABLE_NAME, ModelResults, read_all, table
 from .scoring import Result, lockstep_batches, measure
 from .settings import GROUPS, Setting, select
-from .text import BOS_CHOICES, fingerprint, read_text, windows
+from .text import fingerprint, read_text, windows
+
+SENSIBLE_PERPLEXITY = 1000.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=2048, metavar="N", help="tokens a window (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=65536, metavar="N", help="tokens in all (default: %(default)s)")
     parser.add_argument(
-        "--bos", choices=BOS_CHOICES, default="auto", help="BOS before each window (default: if the model's)"
+        "--bos", choices=BOS_CHOICES, default="auto", help="BOS before each window (default: where the model needs it)"
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
@@ -70,19 +73,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def cut_text(loaded: Loaded, text: str, args: argparse.Namespace) -> Tensor:
+def cut_text(loaded: Loaded, text: str, args: argparse.Namespace) -> tuple[Tensor, bool]:
+    """Windows of token ids, and whether they start with BOS."""
     context = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and args.window > context:
         raise RequestError(f"--window {args.window} is more than the context of {loaded.name}, {context}.")
-    return windows(loaded.tokenizer, text, args.window, args.tokens, args.bos)
+    starts = starts_with_bos(loaded.model, loaded.tokenizer, text, args.bos)
+    print(f"Windows start {'with' if starts else 'without'} BOS (--bos {args.bos}).", file=sys.stderr)
+    return windows(loaded.tokenizer, text, args.window, args.tokens, starts), starts
 
 
-def run_facts(loaded: Loaded, ids: Tensor, device: torch.device, text: Path | None) -> dict[str, Any]:
+def run_facts(loaded: Loaded, ids: Tensor, starts: bool, device: torch.device, text: Path | None) -> dict[str, Any]:
     """What the results of a file have in common."""
     return {
         "model": loaded.name,
         "window": ids.shape[1],
         "windows": ids.shape[0],
+        "bos": starts,
         "text": "WikiText-2 raw test" if text is None else text.name,
         "token_ids": fingerprint(ids),
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -133,6 +140,14 @@ def measure_model(
     return failed
 
 
+def warn_of_nonsense(results: ModelResults) -> None:
+    """Say if the text means nothing to the exact model: then what quantization adds means nothing either."""
+    worst = max((result["ppl_exact"] for result in results.settings.values() if "error" not in result), default=0.0)
+    if worst > SENSIBLE_PERPLEXITY:
+        hint = "though windows start with BOS" if results.run["bos"] else "is a BOS token missing? --bos always"
+        print(f"warning: {results.run['model']}: the exact perplexity is {worst:,.0f}: {hint}.", file=sys.stderr)
+
+
 def as_line(result: Result) -> str:
     if "error" in result:
         return f"FAILED  {result['error']}"
@@ -155,9 +170,11 @@ def run(argv: Sequence[str]) -> int:
     failed = 0
     for name in args.model or [None]:
         loaded = load(name, device, getattr(torch, args.dtype))
-        ids = cut_text(loaded, text, args).to(device)
-        results = ModelResults.open(args.out, run_facts(loaded, ids, device, args.text))
+        ids, starts = cut_text(loaded, text, args)
+        ids = ids.to(device)
+        results = ModelResults.open(args.out, run_facts(loaded, ids, starts, device, args.text))
         failed += measure_model(loaded, ids, settings, results, args.lockstep)
+        warn_of_nonsense(results)
         (args.out / TABLE_NAME).write_text(table(read_all(args.out)), encoding="utf-8")
     print(f"results in {args.out}, all of them in {args.out / TABLE_NAME}")
     if failed:

@@ -131,10 +131,10 @@ def _cells(result: dict[str, Any] | None) -> list[str]:
     if "error" in result:
         return ["failed", "", "", ""]
     size, mean = result["page_bytes"], result["mean_bytes"]
-    error = result["kl_stderr"]
+    kl_error, ppl_error = result["kl_stderr"], result.get("ppl_delta_stderr")  # which older files lack
     return [
         f"{size:g}" if mean == size else f"{size:g} ({mean:.0f})",
-        f"{result['ppl_delta_percent']:+.2f}",
-        f"{result['kl']:.4f}" + ("" if error is None else f" ± {error:.4f}"),
+        f"{result['ppl_delta_percent']:+.2f}" + ("" if ppl_error is None else f" ± {ppl_error:.2f}"),
+        f"{result['kl']:.4f}" + ("" if kl_error is None else f" ± {kl_error:.4f}"),
         f"{100 * result['top1']:.1f}",
     ]

@@ -65,22 +65,30 @@ def _quality(scores: TextScores, length: int) -> Result:
     """Perplexities and distances over the positions that read packed pages.
 
     `kl_second_half` is that of each text's second half: the same positions in all settings, however many tokens they keep
-    exact. `kl_stderr` is the standard error over texts, whose positions are not independent; None for a single text.
+    exact. `kl_stderr` and `ppl_delta_stderr` (percent, like the change itself, to first order) are standard errors over
+    texts, whose positions are not independent; None for a single text.
     """
     kl = scores.kl.double()
-    per_window = kl.mean(1)
-    exact, packed = (nll[:, :-1].double().mean().item() for nll in (scores.nll_exact, scores.nll_packed))
+    nll_exact, nll_packed = (nll[:, :-1].double().mean(1) for nll in (scores.nll_exact, scores.nll_packed))
+    exact, packed = nll_exact.mean().item(), nll_packed.mean().item()
+    delta_error = _standard_error(nll_packed - nll_exact)
     return {
         "ppl_exact": math.exp(exact),
         "ppl_packed": math.exp(packed),
         "ppl_delta_percent": 100 * math.expm1(packed - exact),
+        "ppl_delta_stderr": None if delta_error is None else 100 * math.exp(packed - exact) * delta_error,
         "kl": kl.mean().item(),
-        "kl_stderr": (per_window.std() / math.sqrt(len(kl))).item() if len(kl) > 1 else None,
+        "kl_stderr": _standard_error(kl.mean(1)),
         "kl_second_half": kl[:, -(length // 2) :].mean().item(),
         "kl_p99": kl.flatten().kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values.item(),
         "top1": scores.same.double().mean().item(),
         "positions": kl.numel(),
     }
+
+
+def _standard_error(per_text: Tensor) -> float | None:
+    """Of the mean over texts, [texts]."""
+    return (per_text.std() / math.sqrt(len(per_text))).item() if len(per_text) > 1 else None
 
 
 def _memory(cache: TurboQuantCache | SimulatedCache, tokens: int) -> Result:

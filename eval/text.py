@@ -12,7 +12,6 @@ from torch import Tensor
 from tq_hf.commands import RequestError, first_line
 
 DATASET, CONFIGURATION = "Salesforce/wikitext", "wikitext-2-raw-v1"
-BOS_CHOICES = ("auto", "always", "never")
 
 
 def read_text(path: Path | None) -> str:
@@ -39,27 +38,26 @@ def read_text(path: Path | None) -> str:
     return "".join(row or " \n" for row in rows)  # the data set empties blank lines; this is the published file again
 
 
-def windows(tokenizer: Any, text: str, window: int, tokens: int, bos: str) -> Tensor:
+def windows(tokenizer: Any, text: str, window: int, tokens: int, starts: bool) -> Tensor:
     """The first tokens of a text as windows that share nothing.
 
     Args:
         window: tokens a window, a leading BOS included.
         tokens: how many to take in all, rounded down to whole windows.
-        bos: "always", "never", or "auto": start each window with BOS if the tokenizer starts texts with it.
+        starts: whether each window starts with BOS (`bos.starts_with_bos`).
 
     Returns:
         int64 [windows, window].
 
     Raises:
-        RequestError: fewer tokens than a window, a text that is too short, or "always" without a BOS.
+        RequestError: fewer tokens than a window, a text that is too short, or no BOS to start with.
     """
     rows = tokens // window
     if rows < 1:
         raise RequestError(f"--tokens {tokens} is less than a window of {window}.")
     start = tokenizer.bos_token_id
-    if bos == "always" and start is None:
+    if starts and start is None:
         raise RequestError("--bos always: this model's tokenizer has no BOS token.")
-    starts = start is not None and bos != "never" and (bos == "always" or tokenizer("a")["input_ids"][:1] == [start])
     each = window - starts
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     if len(ids) < rows * each:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -106,7 +108,20 @@ def test_results_of_a_lockstep_batch(sharp_model: Any) -> None:
         cache = setting.new_cache(sharp_model.config)
         sharp_model(ids, **{cache_argument(sharp_model): cache})
         assert result["cache_bytes_bf16"] == cache.report().bytes_bf16
-    assert measure(sharp_model, ids[:1], batch[:1])[0]["kl_stderr"] is None
+    (single,) = measure(sharp_model, ids[:1], batch[:1])
+    assert single["kl_stderr"] is None and single["ppl_delta_stderr"] is None
+
+
+def test_the_error_of_a_change_of_perplexity_is_that_over_windows(sharp_model: Any) -> None:
+    ids, setting = prompt(4, LENGTH), named("tq2")
+    (whole,) = measure(sharp_model, ids, [setting])
+    logs = []
+    for row in ids:  # a window at a time
+        (result,) = measure(sharp_model, row[None], [setting])
+        logs.append(math.log(result["ppl_packed"] / result["ppl_exact"]))
+    expected = statistics.stdev(logs) / 2  # of four
+    relative = whole["ppl_delta_stderr"] / (100 + whole["ppl_delta_percent"])
+    assert relative == pytest.approx(expected, rel=1e-2) and expected > 1e-4
 
 
 def test_the_second_half_is_the_same_positions_in_all_settings(sharp_model: Any) -> None:
@@ -260,6 +275,8 @@ def test_the_command_resumes_setting_by_setting(folder: Path, capsys: pytest.Cap
     table = (folder / "out" / results.TABLE_NAME).read_text().splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == ["| tq4", "| tq3", "| tq2"]
     assert "tiny, 200: bytes" in table[0] and "0.5000" in table[2]
+    change, error = (second["settings"]["tq3"][name] for name in ("ppl_delta_percent", "ppl_delta_stderr"))
+    assert f"| {change:+.2f} ± {error:.2f} |" in table[3]
 
 
 def test_two_runs_may_share_a_file(tmp_path: Path) -> None:
@@ -333,23 +350,31 @@ def test_results_of_another_run_are_not_mixed_in(folder: Path, capsys: pytest.Ca
 def test_windows_start_with_bos_where_the_model_does(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tiny")
     text = (folder / "text").read_text()
-    plain = windows(tokenizer, text, 50, 500, "auto")
+    plain = windows(tokenizer, text, 50, 500, False)
     assert plain.shape == (10, 50) and plain.flatten().tolist() == tokenizer(text)["input_ids"][:500]
-    started = windows(tokenizer, text, 50, 500, "always")
+    started = windows(tokenizer, text, 50, 500, True)
     assert started.shape == (10, 50) and (started[:, 0] == 1).all()
     assert started[:, 1:].flatten().tolist() == plain.flatten()[:490].tolist()
-
-    class Adding:  # as gemma's does
-        bos_token_id = 1
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [1] * add_special_tokens + tokenizer(text)["input_ids"]}
-
-    assert torch.equal(windows(Adding(), text, 50, 500, "auto"), started)
-    assert torch.equal(windows(Adding(), text, 50, 500, "never"), plain)
     tokenizer.bos_token = None
     with pytest.raises(RequestError, match="no BOS"):
-        windows(tokenizer, text, 50, 500, "always")
+        windows(tokenizer, text, 50, 500, True)
+
+
+def test_a_model_that_the_text_means_nothing_to_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ablation.main(arguments(folder, *chosen("tq4"))) == 0
+    captured = capsys.readouterr()
+    assert "warning:" not in captured.err and "Windows start without BOS" in captured.err
+    path = folder / "out" / "tiny-w200.json"
+    found = json.loads(path.read_text())
+    assert found["run"]["bos"] is False
+    found["settings"]["tq4"]["ppl_exact"] = 5117.0
+    path.write_text(json.dumps(found))
+    assert ablation.main(arguments(folder, *chosen("tq4"))) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert "the exact perplexity is 5,117: is a BOS token missing? --bos always" in line
+
+    assert ablation.main(arguments(folder, *chosen("tq4"), "--bos", "always", "--out", str(folder / "started"))) == 0
+    assert json.loads((folder / "started" / path.name).read_text())["run"]["bos"] is True
 
 
 def test_wikitext_comes_back_as_the_published_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from test_reference_state import PackedState
 from torch import Tensor
 
 from tests.presets import sized
-from tq_hf.conditioning import balance_factors, or_ones
+from tq_hf import conditioning
+from tq_hf.conditioning import balance_factors, mixed_with_partner, or_ones
 from tq_hf.config import TurboQuantConfig
 from tq_hf.reference import observe
 
@@ -19,18 +20,67 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=GENERATOR.manual_seed(seed))
 
 
+def error(factors: Tensor, energy: Tensor, spread: Tensor) -> float:
+    """Of scores, with a quantizer whose error is even over balanced channels, relative to no balance."""
+    balanced = (energy / factors.square()).sum() * (factors.square() * spread).sum()
+    return (balanced / (energy.sum() * spread.sum())).item()
+
+
+def turned(statistic: Tensor, positions: range) -> Tensor:
+    """`[D]` at position 0, of channels that are independent there, as rotary embeddings show it on average at others."""
+    first, second = statistic.chunk(2)
+    frequency = 10_000 ** -(torch.arange(len(first)) / len(first))
+    stays = (torch.tensor(positions)[:, None] * frequency).cos().square().mean(0)
+    return torch.cat((stays * first + (1 - stays) * second, stays * second + (1 - stays) * first))
+
+
+class TestPartners:
+    @pytest.mark.parametrize("dim", [16, 18, 80])
+    def test_a_channel_is_mixed_with_the_one_half_a_head_away(self, dim: int) -> None:
+        for one in (0, 3, dim // 2, dim - 1):
+            statistic = torch.zeros(2, dim)
+            statistic[1, one] = 8
+            expected = torch.zeros(2, dim)
+            expected[1, one], expected[1, (one + dim // 2) % dim] = 6, 2
+            assert torch.equal(mixed_with_partner(statistic), expected)
+
+    def test_factors_serve_positions_where_channels_have_turned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A quarter of a turn later, a pair's energy stands in the other channel: unmixed factors are worse than none."""
+        energy, spread = torch.ones(64), torch.ones(64)
+        energy[10], spread[10 + 32] = 100, 100
+        early = energy, spread
+        late = energy.roll(32), spread.roll(32)
+        mixed = balance_factors(*early)
+        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.0)
+        unmixed = balance_factors(*early)
+        assert error(unmixed, *early) < error(mixed, *early) < 0.6
+        assert error(unmixed, *late) > 10
+        assert error(mixed, *late) < 0.1 * error(unmixed, *late)
+
+    def test_in_a_head_of_all_frequencies_they_lose_little_early(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start = normal(64).mul(1.5).exp(), normal(64, seed=1).mul(1.5).exp()
+        observed, early, late = ([turned(x, at) for x in start] for at in (range(132), range(1156), range(7000, 8024)))
+        mixed = balance_factors(*observed)
+        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.0)
+        unmixed = balance_factors(*observed)
+        assert error(mixed, *late) < 0.9 * error(unmixed, *late)
+        assert error(mixed, *early) < 1.02 * error(unmixed, *early)
+        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.5)
+        assert error(mixed, *early) < error(balance_factors(*observed), *early)
+
+
 class TestFactors:
     def test_they_minimize_the_error_of_scores(self) -> None:
-        """An error made evenly over balanced channels costs (sum e / a^2) (sum a^2 v): no change of a factor lowers that."""
-        energy, spread = normal(64).exp(), normal(64, seed=1).exp()
+        """No change of a factor lowers the error that the mixed statistics expect."""
+        energy, spread = mixed_with_partner(normal(64).exp()), mixed_with_partner(normal(64, seed=1).exp())
         floored = spread / spread.mean() + 0.05
 
-        def cost(a: Tensor) -> Tensor:
-            return (energy / a.square()).sum() * (a.square() * floored).sum()
+        def cost(a: Tensor) -> float:
+            return error(a, energy, floored)
 
-        factors = balance_factors(energy, spread)
+        factors = balance_factors(normal(64).exp(), normal(64, seed=1).exp())
         best = cost(factors)
-        assert best < 0.8 * cost(torch.ones(64))
+        assert best < 0.9 * cost(torch.ones(64))
         for j in range(0, 64, 7):
             for change in (0.9, 1.1):
                 other = factors.clone()
@@ -40,7 +90,7 @@ class TestFactors:
     def test_queries_keep_their_energy(self) -> None:
         energy, spread = normal(3, 80).exp(), normal(3, 80, seed=1).exp()
         factors = balance_factors(energy, spread)
-        torch.testing.assert_close((energy / factors.square()).sum(-1), energy.sum(-1))
+        torch.testing.assert_close((mixed_with_partner(energy) / factors.square()).sum(-1), energy.sum(-1))
 
     @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
     def test_only_proportions_matter(self, scale: float) -> None:
@@ -54,7 +104,7 @@ class TestFactors:
     def test_without_statistics_nothing_is_scaled(self, what: str, bad: float) -> None:
         given = {"energy": torch.ones(2, 8), "spread": torch.ones(2, 8)}
         given[what][0] = bad
-        given[what][1] *= torch.arange(8)
+        given[what][1] *= 2 ** torch.arange(8)
         factors = balance_factors(given["energy"], given["spread"])
         assert factors[0].tolist() == [1.0] * 8
         assert len(factors[1].unique()) == 8

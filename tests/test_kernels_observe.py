@@ -41,6 +41,7 @@ CASES = [
     Case(),
     Case(dim=128, group=4, page=64, window=64, sinks=4, masked=True),
     Case(dim=80, group=7, dtype=torch.float16),
+    Case(dim=18, group=3),
     Case(dim=256, group=1, window=0, sinks=0, dtype=torch.float32, masked=True),
     Case(dim=96, group=3, page=128, window=40, masked=True),
 ]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, QUERY_FLOOR, SMALLEST
+from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, SMALLEST
 from .lanes import block_dim, keep_bytes, on_device
 from .store import load_vectors, token_rows
 
@@ -14,6 +14,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
+SHARE_OF_PARTNER = tl.constexpr(PARTNER_SHARE)
 
 
 @triton.jit
@@ -29,14 +30,21 @@ def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h
 
 
 @triton.jit
-def balance_factors(energy, spread, inside, DIM: tl.constexpr):
-    """`conditioning.balance_factors` for one head; zero outside DIM."""
+def mixed_with_partner(statistic, d, DIM: tl.constexpr):
+    """`conditioning.mixed_with_partner` for one head; zero outside DIM, as the statistic is."""
+    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
+    return statistic + SHARE_OF_PARTNER * (tl.gather(statistic, tl.where(d < DIM, partner, d), 0) - statistic)
+
+
+@triton.jit
+def balance_factors(energy, spread, d, DIM: tl.constexpr):
+    """`conditioning.balance_factors` for one head, whose statistics are zero outside DIM."""
     energy_sum, spread_sum = tl.sum(energy, 0), tl.sum(spread, 0)
     known = (energy_sum > LEAST) & (energy_sum <= LARGEST) & (spread_sum > LEAST) & (spread_sum <= LARGEST)
-    energy = energy * (DIM / tl.where(known, energy_sum, 1.0))
-    spread = spread * (DIM / tl.where(known, spread_sum, 1.0))
+    energy = mixed_with_partner(energy * (DIM / tl.where(known, energy_sum, 1.0)), d, DIM)
+    spread = mixed_with_partner(spread * (DIM / tl.where(known, spread_sum, 1.0)), d, DIM)
     square = tl.sqrt((energy + QUERY_SHARE) / (spread + KEY_SHARE))
-    mean = tl.sum(tl.where(inside, energy / square, 0.0), 0) / DIM
+    mean = tl.sum(tl.where(d < DIM, energy / square, 0.0), 0) / DIM
     return tl.where(known, tl.sqrt(square * mean), 1.0)
 
 
@@ -91,7 +99,7 @@ def observe_tokens(
                                      slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
-    tl.store(p_balance + head + d, balance_factors(energy, spread, inside, DIM), mask=inside)
+    tl.store(p_balance + head + d, balance_factors(energy, spread, d, DIM), mask=inside)
 
 
 def observe(
