@@ -42,18 +42,20 @@ class Conditioning:
     value_order: Tensor
 
 
-def condition(query_energy: Tensor, key: Tensor, value: Tensor, page_size: int, balanced: bool) -> Conditioning:
+def condition(query_energy: Tensor, key: Tensor, value: Tensor, config: TurboQuantConfig) -> Conditioning:
     """Channel statistics of a sequence's first tokens.
 
     Args:
         query_energy: fp32 [B, H, D], the sum of squares of the queries that read a KV head.
         key, value: [B, H, n, D / Dv].
-        page_size: how many of them share a mean, which the variance of keys is taken around.
-        balanced: whether keys are balanced (`tq_hf.conditioning`).
+        config: whether keys are centred, by pages of which size, and balanced (`tq_hf.conditioning`).
     """
-    key_spread = torch.stack([_spread(page) for page in key.float().split(page_size, 2)]).sum(0)
+    if config.center_keys:
+        key_spread = torch.stack([_spread(page) for page in key.float().split(config.page_size, 2)]).sum(0)
+    else:
+        key_spread = key.float().square().sum(2)
     value_spread = _spread(value.float())
-    balance = balance_factors(query_energy, key_spread)[:, :, None, None] if balanced else None
+    balance = balance_factors(query_energy, key_spread)[:, :, None, None] if config.balance_keys else None
     importance = query_energy * key_spread
     key_order, value_order = (x.argsort(-1, descending=True)[:, :, None, None] for x in (importance, value_spread))
     return Conditioning(balance, key_order, value_order)

@@ -73,7 +73,7 @@ class SimulatedLayer(DynamicLayer):
                     f"a simulated layer has seen no queries: use attn_implementation={ATTENTION_NAME!r}."
                 )
             key, value = self.keys[:, :, self.first_tokens], self.values[:, :, self.first_tokens]
-            self.known = condition(self.query_energy, key, value, size, self.config.balance_keys)
+            self.known = condition(self.query_energy, key, value, self.config)
         end = self.packed_end + due * size
         key, value = self.keys[:, :, self.packed_end : end], self.values[:, :, self.packed_end : end]
         in_pages = key.unflatten(2, (due, size)), value.unflatten(2, (due, size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_reference_state import PackedState
@@ -194,13 +196,23 @@ class TestObserve:
             expected = balance_factors(energy, spread_of(parts[0]) + spread_of(parts[1]))
             torch.testing.assert_close(state.balance[:, head], expected)
 
+    def test_keys_that_are_not_centred_count_with_their_mean(self) -> None:
+        """What is quantized then is the whole key, and a bias is part of it."""
+        state = PackedState(replace(sized("tq4"), center_keys=False))
+        key, value = state.tokens(140)
+        key[..., 5] += 20
+        state.commit(key, value)
+        counted = key[0, :, 4:132]
+        energy = counted.square().sum(1)
+        torch.testing.assert_close(state.balance[0], balance_factors(energy, energy))
+
     def test_grouped_queries_are_added(self) -> None:
         config = TurboQuantConfig.from_preset("tq4", page_size=32, recent_window=0, sink_tokens=0)
         state = PackedState(config)
         key, _ = state.tokens(32)
         query = normal(1, 6, 32, 64)
         args = (state.ring_key, state.row_start, state.counters, state.balance, state.query_energy)
-        observe(query, key, *args, None, 32, 0, 0)
+        observe(query, key, *args, None, 32, 0, 0, True)
         torch.testing.assert_close(state.query_energy[0, 1], query[0, 3:].square().sum((0, 1)))
 
     @pytest.mark.parametrize("query", ["none", "one token"])
@@ -209,5 +221,5 @@ class TestObserve:
         state = PackedState(config, row_start=(0 if query == "none" else 31,))
         key, _ = state.tokens(32)
         args = (state.ring_key, state.row_start, state.counters, state.balance, state.query_energy)
-        observe(None if query == "none" else key, key, *args, None, 32, 0, 0)
+        observe(None if query == "none" else key, key, *args, None, 32, 0, 0, True)
         assert state.balance.eq(1).all()

@@ -73,7 +73,7 @@ class PackedState:
                     self.page_ids[row, entry] = self.free.pop()
         if self.balance is not None:  # queries like the keys, one head
             state = (self.ring_key, self.row_start, self.counters, self.balance, self.query_energy)
-            observe(key, key, *state, keep, size, sinks, self.config.recent_window)
+            observe(key, key, *state, keep, size, sinks, self.config.recent_window, self.config.center_keys)
         self.commit_alone(key, value, keep, self.config.recent_window, due)
 
     def commit_alone(self, key: Tensor, value: Tensor, keep: Tensor | None, recent_window: int, max_due: int) -> None:

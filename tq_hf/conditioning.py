@@ -11,8 +11,8 @@ a_j = (E[q_j^2] / var k_j)^(1/4). Decoding pays nothing for it: a query is prepa
 
 The factors belong to one sequence and KV head. Their statistics are those of the tokens that are there when the sequence's
 first page falls due, sinks and padding left out: the page's own and the recent window's. The variance of keys is the one
-around the mean of each `page_size` of them, as page means will leave it. The factors are made at that moment and stay, since
-a written page never changes. So they don't depend on how the tokens came in chunks.
+around the mean of each `page_size` of them, as page means will leave it (around zero where pages keep no mean). The factors
+are made at that moment and stay, since a written page never changes. So they don't depend on how the tokens came in chunks.
 (Queries of rejected drafts before the first page do count: they are not known to be rejected when they are seen.)
 
 But what was measured at the first positions is used at all later ones, and rotary embeddings turn channel j against its

@@ -336,6 +336,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.config.page_size,
             sinks,
             self.config.recent_window,
+            self.config.center_keys,
         )
 
     def require_mask(self, step: Step, query: Tensor, mask: Tensor | None) -> None:

@@ -52,7 +52,8 @@ def balance_factors(energy, spread, d, DIM: tl.constexpr):
 def observe_tokens(
     p_query, p_key, p_ring, p_row_start, p_counters, p_balance, p_energy, p_keep, n, window, sinks,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, CENTERED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (1, H, B), as `store.token_rows` expects."""
     i_h, i_b = tl.program_id(1), tl.program_id(2)
@@ -86,14 +87,15 @@ def observe_tokens(
     slots = window + PAGE
     spread = tl.zeros([BLOCK], tl.float32)
     for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
-        total = tl.zeros([BLOCK], tl.float32)
-        count = 0
-        for start in range(block, block + PAGE, 32):
-            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
-                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
-            total += tl.sum(x, 0)
-            count += tl.sum(counts.to(tl.int32), 0)
-        mean = total / tl.maximum(count, 1)
+        mean = tl.zeros([BLOCK], tl.float32)
+        if CENTERED:
+            count = 0
+            for start in range(block, block + PAGE, 32):
+                x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt,
+                                         p_ring, slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+                mean += tl.sum(x, 0)
+                count += tl.sum(counts.to(tl.int32), 0)
+            mean /= tl.maximum(count, 1)
         for start in range(block, block + PAGE, 32):
             x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
                                      slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
@@ -114,6 +116,7 @@ def observe(
     page_size: int,
     sinks: int,
     recent_window: int,
+    center_keys: bool,
 ) -> None:
     """`tq_hf.reference.observe`, whose arguments these are, for tensors on a GPU; nothing waits for the device.
 
@@ -131,6 +134,6 @@ def observe(
             query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
             *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
             0 if keep is None else keep.stride(0),
-            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, DIM=dim, BLOCK=block_dim(dim),
-            num_warps=4,
+            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, CENTERED=center_keys, DIM=dim,
+            BLOCK=block_dim(dim), num_warps=4,
         )  # fmt: skip

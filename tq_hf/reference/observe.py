@@ -21,6 +21,7 @@ def observe(
     page_size: int,
     sinks: int,
     recent_window: int,
+    center_keys: bool,
 ) -> None:
     """Before `commit` of the same tokens: for rows without factors, add up queries; where a first page is due, make them.
 
@@ -34,6 +35,7 @@ def observe(
         balance: fp32 `[B, H, D]`, zero for rows that have no factors yet.
         query_energy: fp32 `[B, H, D]`.
         keep: bool or uint8 `[B, >= length + n]`, or None for all.
+        center_keys: whether pages keep a mean of their own; if not, keys are quantized as they are.
     """
     length, packed_end, _ = counters.tolist()
     end = length + key.shape[2]
@@ -63,6 +65,7 @@ def observe(
             if kept is not None:
                 counted &= kept[at, None]
             keys = keys.masked_fill(~counted, 0)
-            mean = keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
-            spread += (keys - mean).masked_fill(~counted, 0).square().sum(1)
+            if center_keys:
+                keys -= keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
+            spread += keys.masked_fill(~counted, 0).square().sum(1)
         balance[row] = balance_factors(query_energy[row], spread)
