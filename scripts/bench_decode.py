@@ -97,7 +97,7 @@ def sdpa_times(rows: int, length: int) -> dict[str, float]:
     return times
 
 
-def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Tensor], tuple[Tensor, Tensor]]:
+def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Any], tuple[Tensor, Tensor]]:
     """Layout, state after committing `length` tokens, and the next token's key and value."""
     config = TurboQuantConfig.from_preset(preset)
     layout = config.layout(DIM, DIM, torch.bfloat16)
@@ -116,6 +116,7 @@ def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Te
         "entries": torch.stack([starts, torch.full_like(starts, page)], 1),
         "row_start": torch.zeros(rows, **ints),
         "counters": torch.tensor([0, sinks, 0], **ints),
+        "balance": torch.randn(rows, KV_HEADS, DIM, device="cuda").div(2).exp() if config.balance_keys else None,
     }
     flags = torch.zeros(KV_HEADS, **ints)
     key, value = tokens(rows, CHUNK)
@@ -129,12 +130,13 @@ def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Te
 
 
 def error_of(
-    out: Tensor, query: Tensor, new: tuple[Tensor, Tensor], state: dict[str, Tensor], rest: list[Any]
+    out: Tensor, query: Tensor, new: tuple[Tensor, Tensor], state: dict[str, Any], rest: list[Any]
 ) -> float:
     """Relative RMS error of the last row's last KV head against the reference."""
     one = {name: x[-1:, -1:] for name, x in state.items() if name.startswith(("ring", "sink"))}
     one |= {"pool": state["pool"][:, -1:], "page_ids": state["page_ids"][-1:], "row_start": state["row_start"][-1:]}
     one |= {"entries": state["entries"], "counters": state["counters"]}
+    one["balance"] = None if state["balance"] is None else state["balance"][-1:, -1:]
     inputs = [query[-1:, -GROUP:], *(x[-1:, -1:] for x in new)]
     expected = reference.attend(*(x.float() for x in inputs), *(one[name] for name in state), *rest)
     actual = out[-1:, :, -GROUP:].float()
