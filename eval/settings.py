@@ -19,7 +19,13 @@ PUBLISHED = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 PAPER = ("paper_mse", "paper_prod")
 ABLATED = ("tq3", "tq2")  # what single changes are made to
 GROUPS = ("presets", "keys", "values", "scale", "codebook", "window", "sinks", "page", "layers", "width", "split")
-OUR_EXACT = {"page_size": 32, "recent_window": 128, "sink_tokens": 4}  # those of tq3
+
+
+def _sizes(preset: str) -> dict[str, int]:
+    return {field: getattr(PRESETS[preset], field) for field in ("page_size", "recent_window")}
+
+
+OUR_EXACT = _sizes("tq3") | {"sink_tokens": PRESETS["tq3"].sink_tokens}
 
 
 @dataclass(frozen=True)
@@ -138,12 +144,14 @@ def _exact_tokens() -> Iterable[Setting]:
         for group, field, values, why in sweeps:
             for value in values:
                 yield _changed(base, f"{base}, {field}={value}", group, why, **{field: value})
-        changes = {"page_size": 64, "recent_window": 64}
-        why = "the pages and the window of tq4"
-        yield _changed(base, f"{base}, page_size=64, recent_window=64", "page", why, **changes)
-    changes = {"page_size": 32, "recent_window": 128}
-    why = "the pages and the window of tq3"
-    yield _changed("tq4", "tq4, page_size=32, recent_window=128", "page", why, **changes)
+        yield _resized(base, "tq4")
+    yield _resized("tq4", "tq3")
+
+
+def _resized(base: str, other: str) -> Setting:
+    sizes = _sizes(other)
+    name = ", ".join([base, *(f"{field}={value}" for field, value in sizes.items())])
+    return _changed(base, name, "page", f"the pages and the window of {other}", **sizes)
 
 
 def _widths() -> Iterable[Setting]:

@@ -50,7 +50,7 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source))
 
 
-def state(config: TurboQuantConfig, layout: PageLayout, batch: int, tokens: int) -> dict[str, Tensor]:
+def state(config: TurboQuantConfig, layout: PageLayout, batch: int, tokens: int) -> dict[str, Any]:
     """The state tensors of one empty layer with room for `tokens`, in the order of `commit`'s arguments."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
     capacity = tokens // layout.page_size + 1
@@ -67,6 +67,7 @@ def state(config: TurboQuantConfig, layout: PageLayout, batch: int, tokens: int)
         "entries": torch.stack([starts, torch.full_like(starts, layout.page_size)], 1),
         "row_start": torch.zeros(batch, **ints),
         "counters": torch.tensor([0, config.sink_tokens, 0], **ints),
+        "balance": torch.full((batch, HEADS, DIM), 1.5, device="cuda") if config.balance_keys else None,
         "flags": torch.zeros(HEADS, **ints),
     }
 
@@ -78,7 +79,7 @@ def random_tokens(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
     return key.transpose(1, 2), torch.randn(shape, device="cuda", dtype=DTYPE).transpose(1, 2)
 
 
-def verify(got: dict[str, Tensor], expected: dict[str, Tensor], layout: PageLayout) -> float:
+def verify(got: dict[str, Any], expected: dict[str, Any], layout: PageLayout) -> float:
     """The relative error between both states' decoded pages, as many as `expected` has; raises if it is no rounding."""
     used = int(expected["counters"][2])
     worst = 0.0

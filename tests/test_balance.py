@@ -190,3 +190,25 @@ def test_factors_go_with_the_last_page(max_cache_len: int | None) -> None:
     feed(model, other, cache, (60,))
     assert all(b.all() for b in balances(cache))
     assert not any(torch.equal(a, b) for a, b in zip(balances(cache), first, strict=True))
+
+
+def test_a_cut_first_prompt_takes_a_mask_of_its_length() -> None:
+    """A static cache's handle, cut to the prompt, goes the packed way with a mask as well, and shows its queries."""
+    config = tiny_model().config
+    head_dim = config.hidden_size // config.num_attention_heads
+    cache = TurboQuantCache(config, "tq4", max_cache_len=128, **SMALL)
+    query, key, value = (
+        torch.randn(1, heads, 60, head_dim, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    )
+    handles = cache.update(key, value, 0)
+    cut = [handle[:, :, :60, :] for handle in handles]
+    mask = torch.ones(60, 60, dtype=torch.bool).tril()
+    out = torch.nn.functional.scaled_dot_product_attention(query, *cut, attn_mask=mask, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
+    layer = cache.packed_layers[0]
+    assert layer.pending is None and layer.query_energy.all() and not layer.balance.eq(1).all()
+    with pytest.raises(ValueError, match="does not fit"):
+        torch.nn.functional.scaled_dot_product_attention(
+            query, *(handle[:, :, :60, :] for handle in cache.update(key, value, 1)), attn_mask=mask[:, :59]
+        )

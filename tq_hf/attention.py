@@ -153,7 +153,7 @@ def _packed(
 ) -> Tensor:
     step, layer = key.step, key.step.layer
     complete = mask is not None and mask.dtype == torch.bool
-    layer.require_mask(step, query, mask)
+    layer.require_mask(key, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2]:
         layer.drop(step)
         raise ValueError(

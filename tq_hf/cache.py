@@ -171,13 +171,15 @@ class TurboQuantCache(Cache):
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
         if tokens_to_remove < 0 and (layers := self._settled_layers()):
-            before, packed_end, used = layers[0].counters.tolist()
+            before, packed_end, had_used = layers[0].counters.tolist()
+            used = had_used
             length = max(0, before + tokens_to_remove)
             if length < packed_end:
                 packed_end, used = self.table.crop(length, used)
             self.table.trim(length)
+            no_page_left = used == 0 and (had_used > 0 or length == 0)
             for layer in layers:
-                layer.cut(length, packed_end, used)
+                layer.cut(length, packed_end, used, no_page_left)
         for layer in self._stock_layers:
             layer.crop(tokens_to_remove)
 

@@ -339,14 +339,14 @@ class TurboQuantLayer(CacheLayerMixin):
             self.config.center_keys,
         )
 
-    def require_mask(self, step: Step, query: Tensor, mask: Tensor | None) -> None:
-        """Refuse a mask that does not fit [B or 1, 1, q or 1, length], and forget the step.
+    def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor | None) -> None:
+        """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length], and forget the step.
 
         Raises:
             ValueError: naming both shapes.
         """
-        if error := ops.mask_error(mask, query, self.visible_length(step)):
-            self.drop(step)
+        if error := ops.mask_error(mask, query, key.shape[2]):
+            self.drop(key.step)
             raise ValueError(error)
 
     def drop(self, step: Step) -> None:
@@ -430,11 +430,11 @@ class TurboQuantLayer(CacheLayerMixin):
             self.balance.zero_()
             self.query_energy.zero_()
 
-    def cut(self, length: int, packed_end: int, used: int) -> None:
-        """Forget positions from `length` on, as the table has done (`BlockTable.crop`)."""
+    def cut(self, length: int, packed_end: int, used: int, no_page_left: bool) -> None:
+        """Forget positions from `length` on, as the table has done (`BlockTable.crop`); factors go with the last page."""
         self.length, self.packed_end = length, packed_end
         self.is_empty = length == 0
-        if self.is_empty or (used == 0 and int(self.counters[2]) > 0):  # factors are those of pages that are gone
+        if no_page_left:
             self._forget_balance()
         self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
 

@@ -236,15 +236,13 @@ def scaled_dot_product_attention(
     meaningful for a first prompt.
     """
     packed = are_pair(key, value)
-    if isinstance(key, PackedKV) and key.is_cut and attn_mask is not None:
-        packed = False
     readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
     if packed and readable and dropout_p == 0.0 and (scale is None or scale > 0):
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
         step, layer = key.step, key.step.layer
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        layer.require_mask(step, query, attn_mask)
+        layer.require_mask(key, query, attn_mask)
         if step.is_first:
             out = attend_first(query, step, attn_mask, is_causal, scale)
             layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
