@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 import torch
 
 import tq_hf
+from eval.results import read_all
+from eval.summary import tables
 from tq_hf import PRESETS
 from tq_hf.config import DEFAULT_PRESET
 
@@ -41,46 +42,11 @@ def test_the_python_example_runs(embedded_folder: Path, capsys: pytest.CaptureFi
     assert "| all |" in capsys.readouterr().out
 
 
-def measured(model: str, window: str | int) -> dict[str, Any]:
-    path = ROOT / f"eval/results/ablation_h200/{model}-Instruct-w{str(window).replace(',', '')}.json"
-    return json.loads(path.read_text(encoding="utf-8"))["settings"]
-
-
-def markdown_table(first_cell: str) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of the README's table whose head starts with that cell."""
-    found = re.search(rf"^\| {first_cell} \|.*\n\| ---.*\n((?:\|.*\n)+)", README, flags=re.M)
-    assert found is not None
-    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in found[0].strip().split("\n"))
-    return head, rows
-
-
-def shown(result: dict[str, Any] | None) -> str:
-    return "" if result is None else f"{result['kl']:.4f} ({result['ppl_delta_percent']:+.1f})"
-
-
-def test_the_quality_table_is_what_was_measured() -> None:
-    head, rows = markdown_table("setting")
-    assert [row[0] for row in rows][:4] == ["tq4", "tq3", "tq3v2", "tq2"]
-    for column, title in enumerate(head[1:], 1):
-        settings = measured(*title.split(", "))
-        for row in rows:
-            assert row[column] == shown(settings.get(row[0])), (title, row[0])
-
-
-def test_the_ablation_table_is_what_was_measured() -> None:
-    changes = {
-        "as it is": "", "neither": ", no page mean, no balance", "no sinks": ", sink_tokens=0",
-        "1 sink": ", sink_tokens=1", "16 sinks": ", sink_tokens=16",
-        "2 exact layers at each end": ", boundary_layers=2",
-    }  # fmt: skip
-    head, rows = markdown_table("change")
-    for column, title in enumerate(head[1:], 1):
-        preset, model = re.fullmatch(r"`(\w+)`, (.*)", title).groups()  # type: ignore[union-attr]
-        for change, *cells in rows:
-            suffix = changes.get(change, f", {change}")
-            suffix = re.sub("window (\\d+)", r"recent_window=\1", re.sub("pages of (\\d+)", r"page_size=\1", suffix))
-            expected = measured(model, 2048)[preset + suffix]["kl_second_half"]
-            assert cells[column - 1] == f"{expected:.4f}", (title, change)
+def test_the_quality_tables_are_what_was_measured() -> None:
+    shown = tables(read_all(ROOT / "eval/results/ablation_h200"))
+    assert list(shown) == ["windows of 2,048", "windows of 8,192", "single changes"]
+    for name, table in shown.items():
+        assert table in README, f"{name}: print it with python -m eval.summary"
 
 
 def test_the_preset_table_is_the_layouts() -> None:
