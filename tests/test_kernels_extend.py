@@ -63,3 +63,63 @@ def test_interpreted_shapes(case: Case) -> None:
 def test_interpreted_features(case: Case) -> None:
     changes = {"length": 77 if case.length == 100 else case.length, "queries": max(case.queries, 18)}
     check(replace(case, dim=32, options=case.options or narrow(), **changes), "cpu")
+
+
+# Queries and group: less than a block of columns, an odd number, several blocks.
+SHAPES = [(5, 4), (17, 1), (33, 7), (130, 4), (300, 3)]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("preset", "queries", "group"),
+    [
+        (preset, *SHAPES[(i + k) % len(SHAPES)])
+        for i, preset in enumerate(name for name in KERNEL_PRESETS if name != "raw")
+        for k in (0, 3)
+    ],
+)
+@pytest.mark.parametrize("length", [65, 1000, 4097])
+def test_presets_and_lengths(preset: str, queries: int, group: int, length: int) -> None:
+    check(
+        Case(preset, 128, queries=queries, group=group, length=length, rows=2, heads=2, row_start=(0, 61), dtype=BFLOAT16),
+        "cuda",
+    )
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    ("preset", "dim", "value_dim"),
+    [("tq4", 64, 64), ("tq3", 96, 96), ("k8v4", 80, 112), ("tq2", 192, 128), ("4bit_nc", 160, 224), ("tq4", 256, 256)],
+)
+@pytest.mark.parametrize("queries", [9, 100])
+def test_dims(preset: str, dim: int, value_dim: int, queries: int) -> None:
+    check(Case(preset, dim, value_dim, queries=queries, group=2, length=700, heads=2, dtype=BFLOAT16), "cuda")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=3, row_start=(0, 130, 499), mask="row", aux_sinks=True),
+        Case(rows=2, row_start=(519, 0), mask="row"),
+        Case(mask="query", new=1, softcap=5.0),
+        Case(rows=2, mask="shared", aux_sinks=True),
+        Case(mask="strided"),
+        Case(new=0, causal=False),
+        Case(queries=200, new=3),
+        Case(queries=70, crop=33),
+        Case("tq2", options=(("page_size", 256),)),
+        Case("tq3", options=(("page_size", 32),), crop=31),
+        Case(value_size=1e-4, dtype=BFLOAT16),
+        Case(value_size=1e4),
+        Case(key_size=1e3),
+        Case("4bit_nc", value_size=1e-4, dtype=BFLOAT16),
+        Case("k8v4", options=(("value_bits", 8),), dtype=torch.float32),
+    ],
+    ids=str,
+)
+def test_features(case: Case) -> None:
+    check(replace(case, dim=64, queries=max(case.queries, 20), length=500, group=2, heads=2), "cuda")

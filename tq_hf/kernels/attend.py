@@ -157,8 +157,10 @@ def _attend(
     if fast:
         tile, registers, slots = _decode_tile(batch, heads, columns, page, max_entries, device)
     elif wide:
-        block, wide_tile, wide_warps, programs = _extend_tile(columns, page, device)
-        even_splits = _even_splits(rows * cdiv(columns, block), programs, cdiv(max_entries * page.groups, wide_tile), device)
+        block, wide_tile, wide_warps, wide_registers = _extend_tile(columns, page, device)
+        wave = REGISTERS // (32 * wide_warps * wide_registers) * _properties(device).multi_processor_count
+        tiles = cdiv(max_entries * page.groups, wide_tile)
+        even_splits = max(1, min(wave // (rows * cdiv(columns, block)), tiles // MIN_TILES))
     elif packed:
         even_splits = _packed_splits(rows, columns, page, max_entries, device)
     if not fast:
@@ -236,8 +238,8 @@ def _attend(
                 DIM=page.key_dim, PADDED=page.key_dim_padded, BLOCK=key_block, PAGE_WORDS=page.page_words,
             )  # fmt: skip
         launch(
-            extend, (rows, even_splits, cdiv(columns, block)), {"num_warps": wide_warps},
-            (p_rotated, p_factor, pool, level_tables(page, device), p_means, page_ids, entries, row_start, counters, mask,
+            extend, (rows, even_splits, cdiv(columns, block)), {"num_warps": wide_warps, "maxnreg": wide_registers},
+            (p_rotated, p_factor, pool, level_tables(page, device), None if p_means is None else p_means.view(torch.int64), page_ids, entries, row_start, counters, mask,
              p_output, p_stats, heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, *mask_strides,
              softcap_exponent),
             L=page_spec(page), COLUMNS=block, TILE=wide_tile, PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=EXTEND_STAGES,
@@ -288,13 +290,10 @@ def extends(page: PageLayout, columns: int, scaling: float) -> bool:
 
 
 def _extend_tile(columns: int, page: PageLayout, device: torch.device) -> tuple[int, int, int, int]:
-    """Columns and groups of a tile of the extend kernel, its warps, and how many programs a multiprocessor holds."""
-    return 64, 2, 4, 2
-
-
-def _even_splits(programs: int, programs_per_sm: int, tiles: int, device: torch.device) -> int:
-    """Splits of each row's pages: one wave of programs, but none with too little to do."""
-    return max(1, min(programs_per_sm * _properties(device).multi_processor_count // programs, tiles // MIN_TILES))
+    """Columns and groups of a tile of the extend kernel, its warps, and the cap of its registers."""
+    if page.key_dim_padded + page.value_dim_padded > 256 or _properties(device).major < 9:
+        return 64, 2, 4, 255
+    return (64, 2, 4, 168) if columns <= 64 else (128, 2, 8, 128)
 
 
 def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -73,11 +73,23 @@ def multiply(x, factor):
 
 
 @triton.jit
-def load_table(p_table):
-    """Four words of `dequant.level_tables`."""
-    table = []
-    for i in tl.static_range(4):
-        table = table + [tl.load(p_table + 32 * i)]
+def halves(words):
+    """The two fp16 of each word, in one more dimension."""
+    return tl.join(half(words, tl.float16), half(words >> 16, tl.float16))
+
+
+@triton.jit
+def four_halves(x):
+    """The four fp16 of each int64, in two more dimensions."""
+    return halves(tl.join(x.to(tl.int32), (x >> 32).to(tl.int32)))
+
+
+@triton.jit
+def load_table(p_table, FORMAT: tl.constexpr):
+    """Four words of `dequant.level_tables`; a fourth of the levels if they are Lloyd-Max."""
+    table = [tl.load(p_table), tl.load(p_table + 32), tl.load(p_table + 64), tl.load(p_table + 96)]
+    if FORMAT == "lloyd_max":  # two less in each exponent
+        table = table[:2] + [table[2] - 0x08080808, table[3] - 0x08080808]
     return table
 
 
@@ -126,31 +138,26 @@ def run_values(runs, table, FORMAT: tl.constexpr, BITS: tl.constexpr):
     else:
         p = fp8_pairs(runs) if FORMAT == "fp8" else byte_pairs(runs)
         pairs = tl.join(p[0], p[1])
-    return tl.join(half(pairs, tl.float16), half(pairs >> 16, tl.float16)).reshape(TILE, CHUNKS, 8, 4, 4, 8)
+    return halves(pairs).reshape(TILE, CHUNKS, 8, 4, 4, 8)
 
 
 @triton.jit
-def load_metadata(p_metadata, live, FIELDS: tl.constexpr):
-    """A list of the metadata fields, fp16 [TILE, 32] in the order of tokens, zeros unless `live`."""
+def load_field(p_metadata, live, FIELD: tl.constexpr, FIELDS: tl.constexpr):
+    """A metadata field of TILE groups, fp16 [TILE, 32] in the order of tokens, zeros unless `live`."""
     TILE: tl.constexpr = p_metadata.shape[0]
-    fields = []
-    if FIELDS > 1:
-        x = tl.load(p_metadata[:, None] + tl.arange(0, 32)[None, :], mask=live[:, None], other=0)
-        x = tl.join(half(x, tl.float16), half(x >> 16, tl.float16)).reshape(TILE, 4, 2, 2, 4)  # [TILE, g / 2, g % 2, field, r]
-        key, value = tl.split(x.permute(0, 1, 4, 2, 3))
-        fields = [key.reshape(TILE, 32), value.reshape(TILE, 32)]
-    if FIELDS % 2 == 1:
-        x = tl.load(p_metadata[:, None] + (16 * FIELDS - 16 + tl.arange(0, 16))[None, :], mask=live[:, None], other=0)
-        x = tl.join(half(x, tl.float16), half(x >> 16, tl.float16)).reshape(TILE, 4, 2, 4)
-        fields = fields + [x.permute(0, 1, 3, 2).reshape(TILE, 32)]
-    return fields
+    g = tl.arange(0, 8)
+    if FIELD % 2 == 0 and FIELD + 1 == FIELDS:
+        offset = 16 * (FIELD // 2) + g
+    else:
+        offset = 16 * (FIELD // 2) + 2 * g + FIELD % 2
+    x = tl.load(p_metadata.to(tl.pointer_type(tl.int64))[:, None] + offset[None, :], mask=live[:, None], other=0)
+    return four_halves(x).reshape(TILE, 4, 2, 4).permute(0, 1, 3, 2).reshape(TILE, 32)
 
 
 @triton.jit
-def key_dims(first: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """The dimensions of a tile of keys. The order spares shared memory conflicts: lanes of different t write to others banks."""
+def key_dims(n, first: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+    """Dimensions n of a tile of keys. In this order, lanes of different t write to different banks of shared memory."""
     PART: tl.constexpr = min(CHUNKS, 2)
-    n = tl.arange(0, 32 * CHUNKS)
     chunk = first + n // (32 * PART) * PART + n // 8 % PART
     return n // (8 * PART) % 4 * (PADDED // 4) + 8 * chunk + n % 8
 
@@ -208,11 +215,12 @@ def rotate_means(
     p_row = p_means + (i_bh.to(tl.int64) * capacity + entry) * PADDED
     CHUNKS: tl.constexpr = PADDED // 32
     for i in tl.static_range(pieces(CHUNKS)):
-        k = key_dims(piece_start(i, CHUNKS), piece_size(i, CHUNKS), PADDED)
-        signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(tl.float16).trans(1, 0)  # [BLOCK, dimensions]
-        x = tl.dot(rest, signs, tl.dot(high, signs)) * (FOURTH * PADDED**-0.5)
-        n = 32 * piece_start(i, CHUNKS) + tl.arange(0, 32 * piece_size(i, CHUNKS))
-        tl.store(p_row[:, None] + n[None, :], x.to(tl.float16), mask=exists[:, None])
+        for first in range(0, 32 * piece_size(i, CHUNKS), 32):
+            n = first + tl.arange(0, 32)
+            k = key_dims(n, piece_start(i, CHUNKS), piece_size(i, CHUNKS), PADDED)
+            signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(tl.float16).trans(1, 0)  # [BLOCK, 32]
+            x = tl.dot(rest, signs, tl.dot(high, signs)) * (FOURTH * PADDED**-0.5)
+            tl.store(p_row[:, None] + (32 * piece_start(i, CHUNKS) + n)[None, :], x.to(tl.float16), mask=exists[:, None])
 
 
 @triton.jit(
@@ -232,7 +240,7 @@ def extend(
         p_query: fp16 [B * H, columns, key_padded], rotated if the keys are, divided by a power of two.
         p_factor: fp32 [B * H, columns], what turns a product of `p_query` into a score in powers of two (with a softcap:
             into the argument of tanh).
-        p_means: of `rotate_means`, if keys are centred; else None.
+        p_means: of `rotate_means`, int64 of four numbers, if keys are centred; else None.
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
         p_output, p_stats: of `combine.combine`; the results of this kernel come first.
         query_offset: position of query 0 minus the committed length.
@@ -241,7 +249,9 @@ def extend(
     PAGES: tl.constexpr = TILE // L.groups if TILE > L.groups else 1  # that a tile has
     CHUNKS: tl.constexpr = L.key_padded // 32
     VALUE_CHUNKS: tl.constexpr = L.value_padded // 32
-    SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
+    KEY_FORMAT: tl.constexpr = L.key_format
+    VALUE_FORMAT: tl.constexpr = L.value_format
+    SCALE: tl.constexpr = 1 if KEY_FORMAT == "lloyd_max" else 0  # the value scale's place in the metadata
     i_bh, i_s, n_s = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_b, i_h = i_bh // heads, i_bh % heads
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -250,14 +260,15 @@ def extend(
 
     query = []
     for i in tl.static_range(pieces(CHUNKS)):
-        d = key_dims(piece_start(i, CHUNKS), piece_size(i, CHUNKS), L.key_padded)
+        n = tl.arange(0, 32 * piece_size(i, CHUNKS))
+        d = key_dims(n, piece_start(i, CHUNKS), piece_size(i, CHUNKS), L.key_padded)
         x = tl.load(p_query + row[:, None] * L.key_padded + d[None, :], mask=inside[:, None], other=0.0)
         query = query + [x]
     factor = tl.load(p_factor + row, mask=inside, other=1.0)
-    if L.key_format == "lloyd_max":
+    if KEY_FORMAT == "lloyd_max":
         factor *= 1 / FOURTH
-    key_table = load_table(p_tables)
-    value_table = key_table if L.same_table else load_table(p_tables + 128)
+    key_table = load_table(p_tables, KEY_FORMAT)
+    value_table = key_table if L.same_table else load_table(p_tables + 128, VALUE_FORMAT)
     row_start = tl.load(p_row_start + i_b)
     first_position = row_start + sinks
     entries = tl.load(p_counters + 2)
@@ -285,8 +296,8 @@ def extend(
             entry = first_entry + k
             known = entry < entries  # the last tile may have fewer pages
             of_page = tl.load(p_page_ids + i_b * stride_page_ids + entry, mask=known, other=-1)
-            start = tl.load(p_entries + 2 * entry, mask=known, other=0)
-            count = tl.load(p_entries + 2 * entry + 1, mask=known, other=0)
+            both = tl.load(p_entries.to(tl.pointer_type(tl.int64)) + entry, mask=known, other=0)
+            start, count = both.to(tl.int32), (both >> 32).to(tl.int32)
             count = tl.where(of_page >= 0, count, 0)
             if PAGES == 1:
                 offset = tile * TILE % L.groups * 32 + token
@@ -303,19 +314,19 @@ def extend(
         p_group = p_pool + (page.to(tl.int64) * heads + i_h) * L.page_words + L.header_words
         p_group += (tile * TILE + group_of_tile) % L.groups * L.group_words
         p_values = p_group + 32 * L.key_words
-        metadata = load_metadata(p_values + 32 * L.value_words, live, L.fields)
+        p_metadata = p_values + 32 * L.value_words
 
         scores = tl.zeros([COLUMNS, TOKENS], tl.float32)
         for i in tl.static_range(pieces(CHUNKS)):
             runs = load_runs(p_group, live, piece_start(i, CHUNKS), piece_size(i, CHUNKS), L.key_bits, L.key_words)
-            keys = key_order(run_values(runs, key_table, L.key_format, L.key_bits))
-            if L.key_format == "lloyd_max":
-                scale = (metadata[0] * FOURTH)[:, :, None]
+            keys = key_order(run_values(runs, key_table, KEY_FORMAT, L.key_bits))
+            if KEY_FORMAT == "lloyd_max":
+                scale = load_field(p_metadata, live, 0, L.fields)[:, :, None]
                 if L.centered:
-                    of_group = (i_bh.to(tl.int64) * capacity + first_entry + group_of_tile // L.groups) * L.key_padded
-                    n = 32 * piece_start(i, CHUNKS) + tl.arange(0, 32 * piece_size(i, CHUNKS))
-                    mean = tl.load(p_means + of_group[:, None] + n[None, :], mask=live[:, None], other=0.0)
-                    keys = multiply_add(keys, scale, mean[:, None, :])
+                    of_group = (i_bh.to(tl.int64) * capacity + first_entry + group_of_tile // L.groups) * (L.key_padded // 4)
+                    four = 8 * piece_start(i, CHUNKS) + tl.arange(0, 8 * piece_size(i, CHUNKS))
+                    mean = four_halves(tl.load(p_means + of_group[:, None] + four[None, :], mask=live[:, None], other=0))
+                    keys = multiply_add(keys, scale, mean.reshape(TILE, 1, 32 * piece_size(i, CHUNKS)))
                 else:
                     keys = multiply(keys, scale)
             keys = keys.reshape(TOKENS, 32 * piece_size(i, CHUNKS))
@@ -345,15 +356,15 @@ def extend(
         sums = []
         for i in tl.static_range(pieces(VALUE_CHUNKS)):
             runs = load_runs(p_values, live, piece_start(i, VALUE_CHUNKS), piece_size(i, VALUE_CHUNKS), L.value_bits, L.value_words)
-            values = value_order(run_values(runs, value_table, L.value_format, L.value_bits))
-            scale = metadata[SCALE]
-            if L.value_format == "min_max":
-                lowest = metadata[L.fields - 1]
+            values = value_order(run_values(runs, value_table, VALUE_FORMAT, L.value_bits))
+            scale = load_field(p_metadata, live, SCALE, L.fields)
+            if VALUE_FORMAT == "min_max":
+                lowest = load_field(p_metadata, live, L.fields - 1, L.fields)
                 if L.value_bits <= 4:  # levels count from the middle of a value's range
                     lowest = (lowest.to(tl.float32) + scale.to(tl.float32) * ((2**L.value_bits - 1) / 2)).to(tl.float16)
                 values = multiply_add(values, scale[None, :, :], lowest[None, :, :])
             else:
-                values = multiply(values, (scale * FOURTH)[None, :, :])
+                values = multiply(values, scale[None, :, :])
             values = values.reshape(32 * piece_size(i, VALUE_CHUNKS), TOKENS)
             sums = sums + [tl.dot(weights, values.trans(1, 0), acc[i] * decay[:, None])]
         acc = sums
@@ -362,6 +373,6 @@ def extend(
     tl.store(p_stats + 2 * result, maximum * (1.0 if softcap is not None else factor), mask=inside)
     tl.store(p_stats + 2 * result + 1, total * UNWEIGHT, mask=inside)
     for i in tl.static_range(pieces(VALUE_CHUNKS)):
-        x = acc[i] * (UNWEIGHT if L.value_format == "min_max" else UNWEIGHT / FOURTH)
+        x = acc[i] * (UNWEIGHT if VALUE_FORMAT == "min_max" else UNWEIGHT / FOURTH)
         d = value_dims(piece_start(i, VALUE_CHUNKS), piece_size(i, VALUE_CHUNKS), L.value_padded)
         tl.store(p_output + result[:, None] * L.value_padded + d[None, :], x, mask=inside[:, None])
