@@ -234,7 +234,8 @@ def _attend(
     elif wide:
         if p_means is not None:
             launch(
-                rotate_means, (rows, cdiv(max_entries, MEANS.value)), {"num_warps": 4},
+                rotate_means, (rows, cdiv(max_entries, MEANS.value)),
+                {"num_warps": 4} if _is_large(device) else {"num_warps": 4, "num_stages": 1},
                 (pool, page_ids, counters, balance, p_signs, p_means, heads, page_ids.stride(0), max_entries),
                 DIM=page.key_dim, PADDED=page.key_dim_padded, BLOCK=key_block, PAGE_WORDS=page.page_words,
             )  # fmt: skip
@@ -291,10 +292,15 @@ def extends(page: PageLayout, columns: int, scaling: float) -> bool:
     return columns >= EXTEND_COLUMNS and page.key_format != "raw" and page.value_format != "raw" and scaling > 0
 
 
+def _is_large(device: torch.device) -> bool:
+    """Whether the extend kernel's large tiles fit the shared memory."""
+    return bool(_properties(device).shared_memory_per_multiprocessor >= EXTEND_MEMORY)
+
+
 def _extend_tile(columns: int, page: PageLayout, device: torch.device) -> tuple[int, int, int, int]:
     """Columns and groups of a tile of the extend kernel, its warps, and the cap of its registers."""
     memory = _properties(device).shared_memory_per_multiprocessor
-    if memory >= EXTEND_MEMORY and page.key_dim_padded + page.value_dim_padded <= 256:
+    if _is_large(device) and page.key_dim_padded + page.value_dim_padded <= 256:
         return (64, 2, 4, 168) if columns <= 64 else (128, 2, 8, 128)
     group = 64 * (page.key_dim_padded + page.value_dim_padded) + 4 * (EXTEND_STAGES - 1) * page.group_words
     return 64, 2 if 128 * page.key_dim_padded + 2 * group <= memory - 4096 else 1, 4, 255
