@@ -10,7 +10,7 @@ from tests.tiny_models import FAMILIES
 
 @dataclass(frozen=True)
 class Refusal:
-    """transformers' own `DynamicCache` cannot do this either.
+    """Something that `DynamicCache` cannot do either.
 
     Attributes:
         reason: for the README.
@@ -24,6 +24,7 @@ class Refusal:
 # A family none of whose layers can be packed, and why: its cells must agree with `DynamicCache`, and pack nothing.
 UNPACKED: dict[str, str] = {}
 REFUSED: dict[tuple[str, str], Refusal] = {}
+QUANTIZED = "quantized"  # the row of `test_quantized`, which compares a cache with itself
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,4 @@ class Cell:
 
 
 CELLS = [Cell(mode, family, i + j) for i, mode in enumerate(MODES) for j, family in enumerate(FAMILIES)]
+QUANTIZED_CELLS = [Cell(QUANTIZED, family, 0) for family in FAMILIES]

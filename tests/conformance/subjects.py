@@ -21,7 +21,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from tests.tiny_models import FAMILIES, prompt, tiny_model
 from tq_hf import TurboQuantCache, disable, enable
 
-RAW = {"preset": "raw", "page_size": 32, "recent_window": 0, "sink_tokens": 4}  # the first page falls due at 36 tokens
+SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}  # the first page falls due at 36 tokens
 
 
 @functools.cache
@@ -98,9 +98,9 @@ class Subject:
                 return self.model.generate(**inputs, **settings)
             return self.model.generate(**inputs, past_key_values=cache, **settings)
 
-    def read(self, ids: Tensor, cache: Any) -> None:
+    def read(self, inputs: Tensor | dict[str, Any], cache: Any) -> None:
         """Fill the cache with these tokens."""
-        self.generate(ids, cache, new=1)
+        self.generate(inputs, cache, new=1)
 
     def whole_mask(self, keep: Tensor, cache: Any) -> Tensor | dict[str, Tensor]:
         """4D masks as the model and its attention function want complete ones: one, or one for each kind of layer.
@@ -146,12 +146,16 @@ class Stock(Subject):
 class Packed(Subject):
     """With `TurboQuantCache`."""
 
+    def __init__(self, family: str, attention: str, preset: str = "raw") -> None:
+        super().__init__(family, attention)
+        self.preset = preset
+
     def _decoder_cache(self, **options: Any) -> Any:
-        return TurboQuantCache(self.model.config, **RAW, **options)
+        return TurboQuantCache(self.model.config, self.preset, **SMALL, **options)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[PreTrainedModel]:
-        enable(self.model, **RAW)
+        enable(self.model, self.preset, **SMALL)
         prepare = self.model._prepare_cache_for_generation
         make = prepare._new_cache
         prepare._new_cache = lambda config: self.made.append(make(config)) or self.made[-1]

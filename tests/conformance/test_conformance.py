@@ -6,16 +6,19 @@ all of them. Greedy decoding runs with all. A cell counts only if tokens were pa
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
-from tests.conformance.cells import CELLS, Cell
-from tests.conformance.modes import MODES, Outcome
+from tests.conformance.cells import CELLS, QUANTIZED_CELLS, Cell
+from tests.conformance.modes import MODES, Outcome, left_padded
 from tests.conformance.subjects import Packed, Stock, attentions, model_of
+from tests.tiny_models import prompt
 
 
 @functools.cache
@@ -56,3 +59,41 @@ def test_cell(cell: Cell) -> None:
             assert all(tokens > 0 for tokens in packed), packed
         else:
             assert not any(packed), packed
+
+
+@pytest.mark.parametrize("cell", QUANTIZED_CELLS, ids=str)
+def test_quantized(cell: Cell) -> None:
+    """Attention over `tq4` pages equals the model's eager attention over the same bytes, dequantized: to 2e-3."""
+    ids, mask = left_padded(75)
+    one_more = {"new": 1, "return_dict_in_generate": True, "output_logits": True}
+    with Packed(cell.family, "turboquant", preset="tq4") as subject:
+        cache = subject.cache()
+        subject.read(subject.inputs(ids[:, :60], mask[:, :60]), cache)
+        exact = Packed(cell.family, "turboquant")
+        unquantized = exact.cache()
+        exact.read(exact.inputs(ids[:, :60], mask[:, :60]), unquantized)
+        assert (subject.packed_tokens()[0] > 0) == (cell.unpacked is None)
+        for length in (61, 75):
+            inputs = subject.inputs(ids[:, :length], mask[:, :length])
+            twin = copy.deepcopy(cache)
+            ours = subject.generate(inputs, cache, **one_more).logits[0]
+            quantization = ours - subject.generate(inputs, unquantized, **one_more).logits[0]
+            subject.model.set_attn_implementation("eager")
+            reference = subject.generate(inputs, twin, **one_more).logits[0]
+            subject.model.set_attn_implementation("turboquant")
+            assert (ours - reference).norm() <= 2e-3 * reference.norm()
+            assert cell.unpacked or quantization.norm() > 1e-4 * reference.norm()  # quantized bytes were read
+
+
+def test_static_cache_compiled() -> None:
+    """What `generate` compiles on a GPU, compiled here: on a family with static layers of two kinds."""
+    config = CompileConfig(fullgraph=True, mode="default", backend="eager")
+    config._compile_all_devices = True
+    with Stock("gemma3_hybrid") as stock:
+        expected = stock.generate(prompt(2, 60), stock.cache())
+    with Packed("gemma3_hybrid", "turboquant") as subject:
+        torch._dynamo.reset()
+        cache = subject.cache(max_cache_len=100)
+        assert torch.equal(subject.generate(prompt(2, 60), cache, compile_config=config), expected)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert subject.packed_tokens()[0] > 0
