@@ -70,7 +70,7 @@ class CacheReport:
         return "\n".join(rows)
 
 
-class TurboQuantCache(Cache):
+class TurboQuantCache(DynamicCache):
     """Keys and values at 2 to 4 bits in pages that attention reads directly.
 
         cache = TurboQuantCache(model.config, preset="tq4")
@@ -125,7 +125,7 @@ class TurboQuantCache(Cache):
         for i in packable:
             layer_config = unquantized if i in exact else settings
             stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
-        super().__init__(layers=stock.layers)
+        Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
 
     @property
     def packed_layers(self) -> list[TurboQuantLayer]:

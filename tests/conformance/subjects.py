@@ -102,6 +102,18 @@ class Subject:
         """Fill the cache with these tokens."""
         self.generate(inputs, cache, new=1)
 
+    def forward(self, ids: Tensor, mask: Any, cache: Any, start: int) -> Tensor:
+        """Logits of one forward pass over the tokens at positions from `start` on."""
+        given = {"past_key_values": cache, "use_cache": True}
+        if self.model.config.is_encoder_decoder:
+            given |= {"input_ids": prompt(len(ids), 9, seed=5), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+        else:
+            position = torch.arange(start, start + ids.shape[1])[None]
+            given |= {"input_ids": ids, "attention_mask": mask, "position_ids": position}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.model(**given).logits
+
     def whole_mask(self, keep: Tensor, cache: Any) -> Tensor | dict[str, Tensor]:
         """4D masks as the model and its attention function want complete ones: one, or one for each kind of layer.
 
@@ -109,9 +121,11 @@ class Subject:
             keep: bool [q, kv], which of the cached and the new positions the new ones see in a layer with full attention.
         """
         config = self.model.config.get_text_config(decoder=True)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
+        kinds = [{"hybrid": "full_attention"}.get(kind, kind) for kind in kinds]
         masks = {}
-        for layer, kind in enumerate(kinds):
+        for kind in sorted({"full_attention", "sliding_attention", "chunked_attention"}.intersection(kinds)):
+            layer = kinds.index(kind)  # layers that share keys come after the ones that have them
             shown, first = cache.get_mask_sizes(len(keep), layer)
             query, key = torch.arange(keep.shape[1])[-len(keep) :, None], torch.arange(keep.shape[1])
             reach = torch.ones_like(keep)
@@ -123,7 +137,7 @@ class Subject:
             if self.attention == "eager":
                 mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
             masks[kind] = mask
-        return masks if len(masks) > 1 else masks[kinds[0]]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def __enter__(self) -> Subject:
         self.model.set_attn_implementation(self.attention)

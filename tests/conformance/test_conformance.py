@@ -64,7 +64,7 @@ def test_cell(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", QUANTIZED_CELLS, ids=str)
 def test_quantized(cell: Cell) -> None:
     """Attention over `tq4` pages equals the model's eager attention over the same bytes, dequantized: to 2e-3."""
-    ids, mask = left_padded(75)
+    ids, mask = left_padded(66)
     one_more = {"new": 1, "return_dict_in_generate": True, "output_logits": True}
     with Packed(cell.family, "turboquant", preset="tq4") as subject:
         cache = subject.cache()
@@ -73,7 +73,7 @@ def test_quantized(cell: Cell) -> None:
         unquantized = exact.cache()
         exact.read(exact.inputs(ids[:, :60], mask[:, :60]), unquantized)
         assert (subject.packed_tokens()[0] > 0) == (cell.unpacked is None)
-        for length in (61, 75):
+        for length in (61, 66):
             inputs = subject.inputs(ids[:, :length], mask[:, :length])
             twin = copy.deepcopy(cache)
             ours = subject.generate(inputs, cache, **one_more).logits[0]
@@ -82,7 +82,7 @@ def test_quantized(cell: Cell) -> None:
             reference = subject.generate(inputs, twin, **one_more).logits[0]
             subject.model.set_attn_implementation("turboquant")
             assert (ours - reference).norm() <= 2e-3 * reference.norm()
-            assert cell.unpacked or quantization.norm() > 1e-4 * reference.norm()  # quantized bytes were read
+            assert cell.unpacked or quantization.norm() > 1e-5 * reference.norm()  # quantized bytes were read
 
 
 def test_static_cache_compiled() -> None:
