@@ -12,14 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .config import DEFAULT_PRESET, TurboQuantConfig
+from .hybrid_layer import HybridLayer
 from .layer import LayerReport, TurboQuantLayer
 from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
+from .model_layers import reasons_against_packing
 from .pages import BlockTable
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ class TurboQuantCache(Cache):
         cache = TurboQuantCache(model.config, preset="tq4")
         model.generate(**inputs, past_key_values=cache)
 
-    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, ...) keeps
-    transformers' own class, and boundary layers of presets that ask for them keep the model's dtype in the same pages.
+    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, latents, ...) keeps
+    transformers' own class (`model_layers.py`), and boundary layers of presets that ask for them keep the model's dtype in
+    the same pages. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
 
     Args:
         config: the model's config.
@@ -87,8 +93,7 @@ class TurboQuantCache(Cache):
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
-        ValueError: an unknown preset or field, a value out of range, a head_dim without a packed layout, a model
-            that caches latents, or one none of whose layers can be packed.
+        ValueError: an unknown preset or field, or a value out of range.
 
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
@@ -109,14 +114,12 @@ class TurboQuantCache(Cache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         text = config.get_text_config(decoder=True)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
-        packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
-        for layer_config in _layer_configs(text, packable):
-            _validate_model(layer_config, self.quantization)
+        reasons = reasons_against_packing(text, stock.layers, self.quantization)
+        packable = [i for i, reason in enumerate(reasons) if reason is None]
         if not packable:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in stock.layers}))
-            raise ValueError(
-                f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (transformers"
-                f" caches them as {kinds}): use transformers' own cache classes."
+            logger.warning(
+                f"TurboQuantCache packs none of the {len(reasons)} layers of this {text.model_type!r} model and works as"
+                f" transformers' {type(stock).__name__}: {'; '.join(sorted({str(reason) for reason in reasons}))}."
             )
         exact = boundary_layers(text, packable, self.quantization.boundary_layers)
         settings = self.quantization
@@ -124,7 +127,10 @@ class TurboQuantCache(Cache):
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
         for i in packable:
             layer_config = unquantized if i in exact else settings
-            stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
+            arguments = (layer_config, self.table, self.preset, i == packable[0])
+            states = getattr(stock.layers[i], "number_of_states", 0)
+            stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
+        self.is_decoder_only = not getattr(config, "is_encoder_decoder", False)
         super().__init__(layers=stock.layers)
 
     @property
@@ -134,8 +140,9 @@ class TurboQuantCache(Cache):
 
     @property
     def _stock_layers(self) -> list[Any]:
-        """The layers that keep transformers' own classes."""
-        return [layer for layer in self.layers if not isinstance(layer, TurboQuantLayer)]
+        """The layers, and the parts of hybrid ones, that keep transformers' own classes."""
+        layers = [layer.state if isinstance(layer, HybridLayer) else layer for layer in self.layers]
+        return [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
 
     def _settled_layers(self) -> list[TurboQuantLayer]:
         """The packed layers that hold something, with nothing left to commit."""
@@ -143,6 +150,28 @@ class TurboQuantCache(Cache):
         for layer in layers:
             layer.flush()
         return layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
+
+        Raises:
+            ValueError: states that do not fit (`TurboQuantLayer.update`), or a cross-attention's.
+        """
+        if not self.is_decoder_only:
+            self._refuse_cross_attention(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_cross_attention(self, layer_idx: int) -> None:
+        """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
+        layer, last = self.layers[layer_idx], self.layers[-1]
+        packed = isinstance(layer, TurboQuantLayer) and isinstance(last, TurboQuantLayer)
+        if packed and not layer.is_empty and last.is_empty:  # a second update before the first has reached the last layer
+            raise ValueError(
+                f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
+                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
+            )
 
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
@@ -273,25 +302,6 @@ class TurboQuantCache(Cache):
             f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers,"
             f" {report.nbytes / 2**20:.1f} MiB where bf16 takes {report.bytes_bf16 / 2**20:.1f})"
         )
-
-
-def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:
-    """The configs of these layers, where a model's layers differ; else the one config."""
-    per_layer = getattr(config, "per_layer_config", None)
-    return [per_layer[i] for i in layers] if per_layer else [config]
-
-
-def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
-    """Refuse at construction what would fail at the first token."""
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"this model caches latents (multi-head latent attention, kv_lora_rank={config.kv_lora_rank}), which have no"
-            " packed layout: use transformers' DynamicCache."
-        )
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    dim = getattr(config, "head_dim", None) or (hidden // heads if isinstance(heads, int) and hidden else None)
-    if isinstance(dim, int):
-        quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
 
 
 def stock_report(index: int, layer: Any) -> LayerReport:
