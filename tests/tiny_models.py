@@ -137,6 +137,13 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTr
     return model
 
 
+def cache_for(model: PreTrainedModel, cache: tf.Cache) -> tf.Cache:
+    """What `generate()` takes: the cache, with a cross-attention's beside it for an encoder-decoder model."""
+    if not model.config.is_encoder_decoder:
+        return cache
+    return tf.EncoderDecoderCache(cache, tf.DynamicCache(config=model.config))
+
+
 def prompt(batch: int, length: int, seed: int = 1, vocab: int = 99) -> torch.Tensor:
     """Token ids [batch, length], never 0 (padding)."""
     return torch.randint(1, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -21,7 +21,7 @@ from .layer import LayerReport, TurboQuantLayer
 from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
-from .model_layers import reasons_against_packing
+from .model_layers import decoder_config, reasons_against_packing
 from .pages import BlockTable
 
 logger = logging.get_logger(__name__)
@@ -112,12 +112,12 @@ class TurboQuantCache(Cache):
         self.preset = preset if isinstance(preset, str) else "custom"
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
-        text = config.get_text_config(decoder=True)
+        text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         reasons = reasons_against_packing(text, stock.layers, self.quantization)
         packable = [i for i, reason in enumerate(reasons) if reason is None]
         if not packable:
-            logger.warning(
+            logger.warning_once(
                 f"TurboQuantCache packs none of the {len(reasons)} layers of this {text.model_type!r} model and works as"
                 f" transformers' {type(stock).__name__}: {'; '.join(sorted({str(reason) for reason in reasons}))}."
             )

@@ -15,6 +15,7 @@ packed; every other keeps transformers' class, whatever the model, so that any m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +29,20 @@ from transformers.cache_utils import (
 )
 
 from .config import TurboQuantConfig
+from .layout import MAX_HEAD_DIM, MIN_HEAD_DIM
 
 ATTENTION = (DynamicLayer, StaticLayer)
 HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAttentionLayer)
+
+
+def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the text decoder. T5 and its like count the decoder's layers in a field that transformers' caches ignore."""
+    text = config.get_text_config(decoder=True)
+    layers = getattr(text, "num_decoder_layers", None)
+    if layers is not None and layers != text.num_hidden_layers:
+        text = copy.deepcopy(text)
+        text.num_hidden_layers = layers
+    return text
 
 
 def reasons_against_packing(
@@ -50,7 +62,7 @@ def reasons_against_packing(
         if type(layer) not in ATTENTION + HYBRID:
             reasons.append(f"{type(layer).__name__} holds no keys and values of full attention")
         elif getattr(per_layer[i], "kv_lora_rank", None):
-            reasons.append("latents of multi-head latent attention stay exact")
+            reasons.append(f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})")
         else:
             reasons.append(_reason_of_dim(_head_dim(per_layer[i]), quantization))
     return reasons
@@ -67,6 +79,6 @@ def _reason_of_dim(dim: int | None, quantization: TurboQuantConfig) -> str | Non
     if dim is not None:
         try:
             quantization.layout(dim, dim, torch.bfloat16)
-        except ValueError as error:
-            return str(error)
+        except ValueError:
+            return f"there are pages for an even head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, and this one is {dim}"
     return None
