@@ -42,6 +42,7 @@ FAMILIES: dict[str, dict] = {
     },
     "phi3_d96": {"config": "Phi3Config", **COMMON, "hidden_size": 192, "num_attention_heads": 2, "pad_token_id": 0},
     "falcon_mqa": {"config": "FalconConfig", **COMMON, "num_attention_heads": 4, "multi_query": True},
+    "falcon_alibi": {"config": "FalconConfig", **COMMON, "num_attention_heads": 4, "alibi": True},
     "bloom_alibi": {"config": "BloomConfig", "vocab_size": 99, "hidden_size": 64, "n_layer": 2, "n_head": 2},
     "olmo": {"config": "OlmoConfig", **COMMON, **HEADS, "clip_qkv": 1.0, "eos_token_id": 98},
     "olmo2": {"config": "Olmo2Config", **COMMON, **HEADS, "eos_token_id": 98},
@@ -71,13 +72,14 @@ FAMILIES: dict[str, dict] = {
         "vocab_size_per_layer_input": 99, "hidden_size_per_layer_input": 16,
     },
     "qwen3_next": {
-        "config": "Qwen3NextConfig", **COMMON, **HEADS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+        "config": "Qwen3NextConfig", **COMMON, **HEADS, "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     },
     "jamba": {
         "config": "JambaConfig", **COMMON, **HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
-        "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4,
+        "num_experts_per_tok": 1, "mamba_dt_rank": 4,
     },
     "falcon_h1": {
         "config": "FalconH1Config", **COMMON, **HEADS, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
@@ -85,8 +87,7 @@ FAMILIES: dict[str, dict] = {
     },
     "zamba2": {
         "config": "Zamba2Config", **COMMON, "num_hidden_layers": 3, "num_attention_heads": 4, "n_mamba_heads": 4,
-        "layers_block_type": ["mamba", "hybrid", "hybrid"], "mamba_d_state": 16, "chunk_size": 32, "use_mamba_kernels": False,
-        "mamba_headdim": 32,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"], "mamba_d_state": 16, "chunk_size": 32,
     },
     "mamba": {"config": "MambaConfig", "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
     "bart": {
@@ -100,8 +101,8 @@ FAMILIES: dict[str, dict] = {
         "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
     },
     "gemma3_vision": {
-        "config": "Gemma3Config", "model": "Gemma3ForConditionalGeneration", "mm_tokens_per_image": 4, "image_token_index": 95,
-        "boi_token_index": 96, "eoi_token_index": 97,
+        "config": "Gemma3Config", "model": "Gemma3ForConditionalGeneration", "mm_tokens_per_image": 4,
+        "image_token_index": 95, "boi_token_index": 96, "eoi_token_index": 97,
         "text_config": {
             **COMMON, **HEADS, "head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"],
         },
@@ -120,6 +121,25 @@ FAMILIES: dict[str, dict] = {
         "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
     },
 }  # fmt: skip
+
+# Families of which no layer has pages, and what the cache says of it.
+UNPACKED = {
+    "mistral_sliding": "DynamicSlidingWindowLayer",
+    "mamba": "LinearAttentionLayer",
+    "deepseek_v3_mla": "latents stay exact",
+    "gemma4_d512": "this one is 512",
+}
+EAGER_ONLY = ("falcon_alibi", "bloom_alibi", "mamba")  # attention code of their own, or none
+NO_SDPA = ("gemma2_softcap", "gpt_oss_sinks")
+
+
+def attentions(family: str) -> list[str]:
+    """The attention functions that the family has, ours first."""
+    if family in EAGER_ONLY:
+        return ["eager"]
+    if family == "falcon_mqa":  # its own code calls torch's SDPA
+        return ["sdpa", "eager"]
+    return ["turboquant", "eager"] if family in NO_SDPA else ["turboquant", "sdpa", "eager"]
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:

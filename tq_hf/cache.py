@@ -98,6 +98,8 @@ class TurboQuantCache(Cache):
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
 
+    is_decoder_only = True  # otherwise it is the half of an `EncoderDecoderCache`
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -130,7 +132,8 @@ class TurboQuantCache(Cache):
             arguments = (layer_config, self.table, self.preset, i == packable[0])
             states = getattr(stock.layers[i], "number_of_states", 0)
             stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
-        self.is_decoder_only = not getattr(config, "is_encoder_decoder", False)
+        if config.is_encoder_decoder:
+            self.is_decoder_only = False
         super().__init__(layers=stock.layers)
 
     @property
@@ -167,7 +170,7 @@ class TurboQuantCache(Cache):
         """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
         layer, last = self.layers[layer_idx], self.layers[-1]
         packed = isinstance(layer, TurboQuantLayer) and isinstance(last, TurboQuantLayer)
-        if packed and not layer.is_empty and last.is_empty:  # a second update before the first has reached the last layer
+        if packed and not layer.is_empty and last.is_empty:  # again, before the first tokens have reached the last layer
             raise ValueError(
                 f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
                 " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."

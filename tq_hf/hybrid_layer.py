@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
@@ -43,7 +42,7 @@ class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
         return self.table.is_static and self.state.is_compileable
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]  # a plain attribute of layers without states
         return self.state.is_croppable
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:

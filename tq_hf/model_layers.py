@@ -5,11 +5,11 @@ packed; every other keeps transformers' class, whatever the model, so that any m
 
 - *No keys and values that grow* (linear attention, convolutions, layers that read another layer's keys): nothing to pack.
 - *Full attention beside a state space in one layer* (Falcon-H1, Zamba2): the attention's half is packed (`HybridLayer`).
-- *Latents* (multi-head latent attention: DeepSeek-V3 and its like): exact. They are small already, 576 numbers or 1,152 bytes
-  per token and layer in bfloat16, where 8 KV heads of 128 take 4,096. transformers expands all of them to the keys and values of
-  every head at each step (81,920 bytes per token at 128 heads, one layer at a time), so that packed pages could not be attended
-  to where they lie, and 61 layers packed in 4 bits would take 19 KB per token instead of 70 KB, of 150 KB at the peak. And each
-  latent is part of all heads' keys and values, so that its error is in all of them at once.
+- *Latents* (multi-head latent attention: DeepSeek-V3 and its like): exact. They are small already, 576 numbers or 1,152
+  bytes per token and layer in bfloat16, where 8 KV heads of 128 take 4,096. transformers expands all of them to the keys and
+  values of every head at each step (81,920 bytes per token at 128 heads, one layer at a time), so that pages could not be
+  attended to where they lie: 61 layers packed in 4 bits would take 19 KB per token instead of 70 KB, of 150 KB at the peak.
+  And a latent is part of all heads' keys and values, so that its error would be in all of them at once.
 - *A head_dim without a packed layout* (512 in Gemma 4's full layers): exact.
 """
 
@@ -36,7 +36,7 @@ HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndStaticFullAtte
 
 
 def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the text decoder. T5 and its like count the decoder's layers in a field that transformers' caches ignore."""
+    """The config of the text decoder, whose layers T5 and its like count in a field that transformers' caches ignore."""
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "num_decoder_layers", None)
     if layers is not None and layers != text.num_hidden_layers:
@@ -62,7 +62,9 @@ def reasons_against_packing(
         if type(layer) not in ATTENTION + HYBRID:
             reasons.append(f"{type(layer).__name__} holds no keys and values of full attention")
         elif getattr(per_layer[i], "kv_lora_rank", None):
-            reasons.append(f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})")
+            reasons.append(
+                f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})"
+            )
         else:
             reasons.append(_reason_of_dim(_head_dim(per_layer[i]), quantization))
     return reasons
