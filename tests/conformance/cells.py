@@ -31,15 +31,13 @@ UNPACKED: dict[str, str] = {
 }
 STATE = ("qwen3_next", "jamba", "falcon_h1", "zamba2")  # a recurrent state beside attention
 _DRAFTS = Refusal("transformers refuses drafts for models with a recurrent state.", "stateful models")
-_REPEATS = Refusal("transformers cannot repeat the rows of a recurrent state.", "batch_repeat_interleave")
 _EMBEDS = Refusal("This model's `generate` takes no `inputs_embeds`.", "forwarding implemented")
 _MASK = Refusal("This model's own code takes 2D masks only.", "must match the size|too many values to unpack")
 _ROWS = Refusal("The model itself remembers the rows of its first forward pass.", "must match the size")
 REFUSED: dict[tuple[str, str], Refusal] = {
     **{(mode, family): _DRAFTS for mode in ("assisted", "prompt_lookup") for family in STATE},
-    **{("chosen_rows", family): _REPEATS for family in STATE},
     **{("embeddings", family): _EMBEDS for family in ("falcon_h1", "zamba2", "gemma3_vision")},
-    **{("whole_mask", family): _MASK for family in ("bloom_alibi", "qwen3_next", "jamba", "zamba2")},
+    **{("whole_mask", family): _MASK for family in ("bloom_alibi", "falcon_alibi")},
     ("chosen_rows", "qwen2_vl"): _ROWS,
 }
 QUANTIZED = "quantized"  # the row of `test_quantized`, which compares a cache with itself

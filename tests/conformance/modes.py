@@ -149,10 +149,11 @@ def copied_prefix(subject: Subject) -> Outcome:
 def chosen_rows(subject: Subject) -> Outcome:
     """Rows repeated, selected, reordered."""
     ids, cache = prompt(2, 60), subject.cache()
-    subject.read(ids, cache)
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0, 2]))
-    cache.reorder_cache(torch.tensor([1, 0, 0]))
+    if subject.edits_rows:  # else the same tokens from the start
+        subject.read(ids, cache)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 2]))
+        cache.reorder_cache(torch.tensor([1, 0, 0]))
     ids = torch.cat([ids[[0, 1, 1]], prompt(3, 5, seed=2)], 1)
     return [subject.generate(ids, cache)]
 

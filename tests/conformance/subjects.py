@@ -47,9 +47,12 @@ class Subject:
     """A model and the caches that it is given.
 
     Attributes:
+        edits_rows: whether rows of the cache can be repeated and selected.
         model: in eval mode, float32, with this subject's attention function.
         made: every cache that was made, to look into afterwards.
     """
+
+    edits_rows = True
 
     def __init__(self, family: str, attention: str) -> None:
         self.family = family
@@ -152,6 +155,8 @@ class Stock(Subject):
 
     def __init__(self, family: str) -> None:
         super().__init__(family, "eager" if ignores_sdpa(model_of(family)) else "sdpa")
+        # transformers' recurrent states cannot be repeated: it refuses, or (Falcon-H1) repeats keys and values alone.
+        self.edits_rows = "LinearAttention" not in str([type(layer) for layer in self._decoder_cache().layers])
 
     def _decoder_cache(self, **options: Any) -> Any:
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
