@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from tests.tiny_models import FAMILIES, prompt, tiny_model
+from tests.tiny_models import FAMILIES, attentions, cache_for, prompt, tiny_model
 from tq_hf import TurboQuantCache, disable, enable
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}  # the first page falls due at 36 tokens
@@ -30,17 +30,6 @@ def model_of(family: str, seed: int = 0) -> PreTrainedModel:
     if not hasattr(tf, FAMILIES[family]["config"]):
         pytest.skip(f"transformers {tf.__version__} has no {FAMILIES[family]['config']}")
     return tiny_model(family, seed=seed)
-
-
-def ignores_sdpa(model: PreTrainedModel) -> bool:
-    """Whether transformers computes this model right with eager attention only."""
-    text = model.config.get_text_config(decoder=True)
-    return bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss"
-
-
-def attentions(model: PreTrainedModel) -> list[str]:
-    """The attention functions to test, in a fixed order."""
-    return ["turboquant", "eager"] if ignores_sdpa(model) else ["turboquant", "sdpa", "eager"]
 
 
 class Subject:
@@ -67,9 +56,7 @@ class Subject:
         """A fresh cache for `generate`. `max_cache_len` asks for a static one, which the reference goes without."""
         cache = self._decoder_cache(**options)
         self.made.append(cache)
-        if self.model.config.is_encoder_decoder:
-            return EncoderDecoderCache(cache, DynamicCache(config=self.model.config.get_text_config(decoder=True)))
-        return cache
+        return cache_for(self.model, cache)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[PreTrainedModel]:
@@ -90,10 +77,14 @@ class Subject:
                 "decoder_attention_mask": mask}  # fmt: skip
 
     def generate(self, inputs: Tensor | dict[str, Any], cache: Any, new: int = 10, **options: Any) -> Any:
-        """`model.generate`, exactly `new` tokens, greedy unless `options` say otherwise."""
+        """`model.generate`, exactly `new` tokens, greedy unless `options` say otherwise.
+
+        Without repeats, since an untrained model otherwise says the same token again and again.
+        """
         if isinstance(inputs, Tensor):
             inputs = self.inputs(inputs)
-        settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new, **options}
+        settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
+        settings |= {"no_repeat_ngram_size": 2, **options}
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")  # `past_key_values=` is the name that all releases know
             torch.manual_seed(11)
@@ -154,7 +145,7 @@ class Stock(Subject):
     """With `DynamicCache`."""
 
     def __init__(self, family: str) -> None:
-        super().__init__(family, "eager" if ignores_sdpa(model_of(family)) else "sdpa")
+        super().__init__(family, "sdpa" if "sdpa" in attentions(family) else "eager")
         # transformers' recurrent states cannot be repeated: it refuses, or (Falcon-H1) repeats keys and values alone.
         self.edits_rows = "LinearAttention" not in str([type(layer) for layer in self._decoder_cache().layers])
 

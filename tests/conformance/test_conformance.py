@@ -17,8 +17,8 @@ from transformers import CompileConfig
 
 from tests.conformance.cells import CELLS, QUANTIZED_CELLS, Cell
 from tests.conformance.modes import MODES, Outcome, left_padded
-from tests.conformance.subjects import Packed, Stock, attentions, model_of
-from tests.tiny_models import prompt
+from tests.conformance.subjects import Packed, Stock
+from tests.tiny_models import attentions, prompt
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def require_equal(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_cell(cell: Cell) -> None:
-    names = attentions(model_of(cell.family))
+    names = attentions(cell.family)
     used = names if cell.mode == "greedy" else [names[cell.turn % len(names)]]
     if cell.refusal is not None:
         subjects = [Stock(cell.family), *(Packed(cell.family, name) for name in used)]
