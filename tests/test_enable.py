@@ -13,9 +13,10 @@ from transformers import (
     BertConfig,
     BertModel,
     DynamicCache,
-    MambaConfig,
-    MambaForCausalLM,
+    EncoderDecoderCache,
     PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
     StaticCache,
 )
 
@@ -119,10 +120,10 @@ def test_bad_models_and_options_are_named_and_change_nothing() -> None:
     for thing in (bert, model.config, "name"):
         with pytest.raises(ValueError, match=r"has no generate\(\)"):
             enable(thing)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="none of the 1 layers"):
-        enable(mamba)
-    assert "_prepare_cache_for_generation" not in vars(mamba)
+    own_cache = RwkvForCausalLM(RwkvConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2))
+    with pytest.raises(ValueError, match="RwkvForCausalLM makes its own kind of cache"):
+        enable(own_cache)
+    assert "_prepare_cache_for_generation" not in vars(own_cache)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -174,6 +175,18 @@ def test_a_model_that_assists_itself_with_its_first_layers() -> None:
     output = run(enable(model, "raw", **SMALL), assistant_early_exit=1)
     assert torch.equal(output.sequences, expected)
     assert len(cache_of(output).packed_layers) == 3
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=lambda o: next(iter(o)))
+def test_an_encoder_decoder_model_keeps_its_cross_attention_cache(options: dict[str, int]) -> None:
+    model = tiny_model("bart")
+    expected = run(model, new=50, **options).sequences
+    output = run(enable(model, "raw", **SMALL), new=50, **options)
+    assert torch.equal(output.sequences, expected)
+    cache = cache_of(output)
+    assert type(cache) is EncoderDecoderCache
+    assert type(cache.cross_attention_cache) is DynamicCache
+    assert cache.self_attention_cache.report().packed_tokens > 0
 
 
 def test_assisted_decoding_with_both_models_enabled() -> None:

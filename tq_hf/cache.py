@@ -15,6 +15,7 @@ from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .hybrid_layer import HybridLayer
 from .layer import LayerReport, TurboQuantLayer
@@ -186,7 +187,7 @@ class TurboQuantCache(DynamicCache):
         for layer in self.packed_layers:
             layer.forget()
         for layer in self._stock_layers:
-            layer.reset()
+            reset_layer(layer)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.

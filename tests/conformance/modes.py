@@ -90,7 +90,8 @@ def assisted(subject: Subject) -> Outcome:
 @mode
 def prompt_lookup(subject: Subject) -> Outcome:
     """Prompt lookup."""
-    return [subject.generate(prompt(1, 30).repeat(1, 2), subject.cache(), prompt_lookup_num_tokens=3, no_repeat_ngram_size=0)]
+    options = {"prompt_lookup_num_tokens": 3, "no_repeat_ngram_size": 0}
+    return [subject.generate(prompt(1, 30).repeat(1, 2), subject.cache(), **options)]
 
 
 @mode
@@ -223,7 +224,8 @@ def pipelines(subject: Subject) -> Outcome:
     texts = [" ".join(map(str, row[: 60 - 9 * i].tolist())) for i, row in enumerate(prompt(3, 60))]
     with subject.plain() as model:
         # An encoder-decoder model reads the prompt elsewhere: its cache takes only what it writes.
-        settings = {"max_new_tokens": 40 if model.config.is_encoder_decoder else 8, "do_sample": False, "no_repeat_ngram_size": 2}
+        new = 40 if model.config.is_encoder_decoder else 8
+        settings = {"max_new_tokens": new, "do_sample": False, "no_repeat_ngram_size": 2}
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer())
         outputs = [pipe(text, **settings) for text in texts[:1]]
         outputs += pipe(texts[1:], batch_size=2, **settings)
