@@ -10,7 +10,7 @@ from tests.tiny_models import FAMILIES
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that `DynamicCache` cannot do either.
+    """Something that `DynamicCache` (in static modes `StaticCache`) cannot do either.
 
     Attributes:
         reason: for the README.
@@ -38,6 +38,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     **{(mode, family): _DRAFTS for mode in ("assisted", "prompt_lookup") for family in STATE},
     **{("embeddings", family): _EMBEDS for family in ("falcon_h1", "zamba2", "gemma3_vision")},
     **{("whole_mask", family): _MASK for family in ("bloom_alibi", "falcon_alibi")},
+    **{(mode, "falcon_alibi"): _MASK for mode in ("static", "static_chunked")},
     ("chosen_rows", "qwen2_vl"): _ROWS,
 }
 QUANTIZED = "quantized"  # the row of `test_quantized`, which compares a cache with itself

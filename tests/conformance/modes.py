@@ -225,7 +225,7 @@ def pipelines(subject: Subject) -> Outcome:
     with subject.plain() as model:
         # An encoder-decoder model reads the prompt elsewhere: its cache takes only what it writes.
         new = 40 if model.config.is_encoder_decoder else 8
-        settings = {"max_new_tokens": new, "do_sample": False, "no_repeat_ngram_size": 2}
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "no_repeat_ngram_size": 2}
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer())
         outputs = [pipe(text, **settings) for text in texts[:1]]
         outputs += pipe(texts[1:], batch_size=2, **settings)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.tiny_models import FAMILIES, attentions, cache_for, prompt, tiny_model
 from tq_hf import TurboQuantCache, disable, enable
@@ -53,7 +53,7 @@ class Subject:
         raise NotImplementedError
 
     def cache(self, **options: Any) -> Any:
-        """A fresh cache for `generate`. `max_cache_len` asks for a static one, which the reference goes without."""
+        """A fresh cache for `generate`. `max_cache_len` asks for a static one."""
         cache = self._decoder_cache(**options)
         self.made.append(cache)
         return cache_for(self.model, cache)
@@ -142,14 +142,17 @@ class Subject:
 
 
 class Stock(Subject):
-    """With `DynamicCache`."""
+    """With `DynamicCache`, or with `StaticCache` where a static cache is asked for and `static` is set."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, static: bool = False) -> None:
         super().__init__(family, "sdpa" if "sdpa" in attentions(family) else "eager")
+        self.static = static
         # transformers' recurrent states cannot be repeated: it refuses, or (Falcon-H1) repeats keys and values alone.
         self.edits_rows = "LinearAttention" not in str([type(layer) for layer in self._decoder_cache().layers])
 
     def _decoder_cache(self, **options: Any) -> Any:
+        if self.static and options:
+            return StaticCache(config=self.model.config.get_text_config(decoder=True), **options)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
 

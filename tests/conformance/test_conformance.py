@@ -41,7 +41,7 @@ def test_cell(cell: Cell) -> None:
     names = attentions(cell.family)
     used = names if cell.mode == "greedy" else [names[cell.turn % len(names)]]
     if cell.refusal is not None:
-        subjects = [Stock(cell.family), *(Packed(cell.family, name) for name in used)]
+        subjects = [Stock(cell.family, static=True), *(Packed(cell.family, name) for name in used)]
         for subject in subjects:
             with subject, pytest.raises(Exception, match=cell.refusal.match):
                 MODES[cell.mode](subject)
