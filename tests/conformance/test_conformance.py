@@ -36,7 +36,12 @@ def require_equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def marked(cell: Cell) -> Any:
+    """Greedy decoding and a third of the others, of each mode and each family, run with old releases of transformers too."""
+    return pytest.param(cell, marks=() if cell.mode == "greedy" or cell.turn % 3 == 0 else pytest.mark.newest)
+
+
+@pytest.mark.parametrize("cell", map(marked, CELLS), ids=str)
 def test_cell(cell: Cell) -> None:
     names = attentions(cell.family)
     used = names if cell.mode == "greedy" else [names[cell.turn % len(names)]]
