@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MambaConfig
+from transformers import LlamaConfig
 
 from tests.presets import sizes
 from tests.tiny_models import prompt, tiny_model
@@ -99,23 +99,15 @@ def test_something_that_is_no_config_is_refused(config: Any) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 258, 512])
-def test_a_head_dim_without_layout_is_refused_at_construction(dim: int) -> None:
+def test_a_head_dim_without_layout_stays_exact(dim: int) -> None:
     config = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=dim)
+    cache = TurboQuantCache(config)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicLayer"] * 2
+    key = torch.randn(1, 2, 3, dim)
+    assert cache.update(key, key, 0)[0] is not None and cache.get_seq_length() == 3
+    config.head_dim = 64  # not what the model does
     with pytest.raises(ValueError, match=f"{dim}.*even head_dim from 16 to 256"):
-        TurboQuantCache(config)
-
-
-def test_models_without_anything_to_pack_are_refused() -> None:
-    sliding = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2)
-    sliding.layer_types, sliding.sliding_window = ["sliding_attention"] * 2, 16
-    with pytest.raises(ValueError, match="none of the 2 layers"):
-        TurboQuantCache(sliding)
-    with pytest.raises(ValueError, match="none of the"):
-        TurboQuantCache(MambaConfig(num_hidden_layers=2, hidden_size=64))
-    latent = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2)
-    latent.kv_lora_rank = 512
-    with pytest.raises(ValueError, match="latents"):
-        TurboQuantCache(latent)
+        TurboQuantCache(config).update(key, key, 0)
 
 
 def test_layers_that_are_not_full_attention_keep_transformers_classes() -> None:

@@ -6,6 +6,7 @@ Importing the package registers the attention function `"turboquant"`.
 from .attention import ATTENTION_NAME
 from .cache import CacheReport, TurboQuantCache
 from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
+from .enable import disable, enable
 from .layer import LayerReport
 
 __version__ = "0.1.0"
@@ -18,4 +19,6 @@ __all__ = [
     "TurboQuantCache",
     "TurboQuantConfig",
     "__version__",
+    "disable",
+    "enable",
 ]

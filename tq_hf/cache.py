@@ -12,14 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache
+from transformers.utils import logging
 
+from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
+from .hybrid_layer import HybridLayer
 from .layer import LayerReport, TurboQuantLayer
 from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
+from .model_layers import decoder_config, reasons_against_packing
 from .pages import BlockTable
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,15 @@ class CacheReport:
         return "\n".join(rows)
 
 
-class TurboQuantCache(Cache):
+class TurboQuantCache(DynamicCache):
     """Keys and values at 2 to 4 bits in pages that attention reads directly.
 
         cache = TurboQuantCache(model.config, preset="tq4")
         model.generate(**inputs, past_key_values=cache)
 
-    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, ...) keeps
-    transformers' own class, and boundary layers of presets that ask for them keep the model's dtype in the same pages.
+    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, latents, ...) keeps
+    transformers' own class (`model_layers.py`), and boundary layers of presets that ask for them keep the model's dtype in
+    the same pages. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
 
     Args:
         config: the model's config.
@@ -87,11 +94,12 @@ class TurboQuantCache(Cache):
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
-        ValueError: an unknown preset or field, a value out of range, a head_dim without a packed layout, a model
-            that caches latents, or one none of whose layers can be packed.
+        ValueError: an unknown preset or field, or a value out of range.
 
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
+
+    is_decoder_only = True  # otherwise it is the half of an `EncoderDecoderCache`
 
     def __init__(
         self,
@@ -107,16 +115,14 @@ class TurboQuantCache(Cache):
         self.preset = preset if isinstance(preset, str) else "custom"
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
-        text = config.get_text_config(decoder=True)
+        text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
-        packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
-        for layer_config in _layer_configs(text, packable):
-            _validate_model(layer_config, self.quantization)
+        reasons = reasons_against_packing(text, stock.layers, self.quantization)
+        packable = [i for i, reason in enumerate(reasons) if reason is None]
         if not packable:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in stock.layers}))
-            raise ValueError(
-                f"none of the {len(stock.layers)} layers of this {text.model_type!r} model can be packed (transformers"
-                f" caches them as {kinds}): use transformers' own cache classes."
+            logger.warning_once(
+                f"TurboQuantCache packs none of the {len(reasons)} layers of this {text.model_type!r} model and works as"
+                f" transformers' {type(stock).__name__}: {'; '.join(sorted({str(reason) for reason in reasons}))}."
             )
         exact = boundary_layers(text, packable, self.quantization.boundary_layers)
         settings = self.quantization
@@ -124,8 +130,12 @@ class TurboQuantCache(Cache):
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
         for i in packable:
             layer_config = unquantized if i in exact else settings
-            stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
-        super().__init__(layers=stock.layers)
+            arguments = (layer_config, self.table, self.preset, i == packable[0])
+            states = getattr(stock.layers[i], "number_of_states", 0)
+            stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
+        if config.is_encoder_decoder:
+            self.is_decoder_only = False
+        Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
 
     @property
     def packed_layers(self) -> list[TurboQuantLayer]:
@@ -134,8 +144,9 @@ class TurboQuantCache(Cache):
 
     @property
     def _stock_layers(self) -> list[Any]:
-        """The layers that keep transformers' own classes."""
-        return [layer for layer in self.layers if not isinstance(layer, TurboQuantLayer)]
+        """The layers, and the parts of hybrid ones, that keep transformers' own classes."""
+        layers = [layer.state if isinstance(layer, HybridLayer) else layer for layer in self.layers]
+        return [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
 
     def _settled_layers(self) -> list[TurboQuantLayer]:
         """The packed layers that hold something, with nothing left to commit."""
@@ -143,6 +154,28 @@ class TurboQuantCache(Cache):
         for layer in layers:
             layer.flush()
         return layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
+
+        Raises:
+            ValueError: states that do not fit (`TurboQuantLayer.update`), or a cross-attention's.
+        """
+        if not self.is_decoder_only:
+            self._refuse_cross_attention(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_cross_attention(self, layer_idx: int) -> None:
+        """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
+        layer, last = self.layers[layer_idx], self.layers[-1]
+        packed = isinstance(layer, TurboQuantLayer) and isinstance(last, TurboQuantLayer)
+        if packed and not layer.is_empty and last.is_empty:  # again, before the first tokens have reached the last layer
+            raise ValueError(
+                f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
+                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
+            )
 
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
@@ -154,7 +187,7 @@ class TurboQuantCache(Cache):
         for layer in self.packed_layers:
             layer.forget()
         for layer in self._stock_layers:
-            layer.reset()
+            reset_layer(layer)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
@@ -193,16 +226,17 @@ class TurboQuantCache(Cache):
         """Repeat every row `repeats` times; the copies share the packed pages."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
-        if self.table.batch_size is not None:
-            self._select_rows(torch.arange(self.table.batch_size).repeat_interleave(repeats))
+        rows = torch.arange(self.table.batch_size or 0).repeat_interleave(repeats)
+        if len(rows):
+            self._select_rows(rows)
         for layer in self._stock_layers:
-            layer.batch_repeat_interleave(repeats)
+            _edit_rows(layer, "batch_repeat_interleave", repeats, rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` (int64 indices or a bool mask)."""
         self._select_rows(indices)
         for layer in self._stock_layers:
-            layer.batch_select_indices(indices)
+            _edit_rows(layer, "batch_select_indices", indices, indices)
 
     def _select_rows(self, indices: Tensor) -> None:
         if self.table.batch_size is None:
@@ -275,23 +309,12 @@ class TurboQuantCache(Cache):
         )
 
 
-def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:
-    """The configs of these layers, where a model's layers differ; else the one config."""
-    per_layer = getattr(config, "per_layer_config", None)
-    return [per_layer[i] for i in layers] if per_layer else [config]
-
-
-def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
-    """Refuse at construction what would fail at the first token."""
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"this model caches latents (multi-head latent attention, kv_lora_rank={config.kv_lora_rank}), which have no"
-            " packed layout: use transformers' DynamicCache."
-        )
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    dim = getattr(config, "head_dim", None) or (hidden // heads if isinstance(heads, int) and hidden else None)
-    if isinstance(dim, int):
-        quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
+def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:
+    """Repeat or select rows of transformers' layer. Recurrent states can only be reordered there, which takes any rows."""
+    if hasattr(layer, method):
+        getattr(layer, method)(argument)
+    elif len(rows):
+        layer.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
 
 
 def stock_report(index: int, layer: Any) -> LayerReport:

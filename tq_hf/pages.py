@@ -225,7 +225,8 @@ class BlockTable:
             logger.warning(
                 "this model's attention function does not read packed pages: TurboQuantCache hands it a dequantized copy"
                 " of the history at every step (right, but slow and large). Load the model with"
-                " attn_implementation='turboquant', or call model.set_attn_implementation('turboquant')."
+                " attn_implementation='turboquant', or call model.set_attn_implementation('turboquant'); models that add a"
+                " position bias to scores (ALiBi, T5) need the copy anyway."
             )
 
     def packed_tokens(self, used: int) -> int:

@@ -1,0 +1,78 @@
+"""The cells of the table: modes × families, and the reasons of those that are not simply green."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.conformance.modes import MODES
+from tests.tiny_models import FAMILIES
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that `DynamicCache` (in static modes `StaticCache`) cannot do either.
+
+    Attributes:
+        reason: for the README.
+        match: a regular expression for the error that both raise.
+    """
+
+    reason: str
+    match: str
+
+
+# Families with nothing that a cache of keys and values could hold.
+NO_ATTENTION = ("mamba",)
+# Families none of whose layers are packed, and why: their cells must agree with `DynamicCache`, and pack nothing.
+UNPACKED: dict[str, str] = {
+    "mistral_sliding": "All layers have a sliding window and keep transformers' own class; it works, but packs nothing.",
+    "deepseek_v3_mla": "Latents stay exact, in transformers' own layers; it works, but packs nothing.",
+    "gemma4_d512": "Layers of head_dim 512 stay exact, in transformers' own class; it works, but packs nothing.",
+}
+STATE = ("qwen3_next", "jamba", "falcon_h1", "zamba2")  # a recurrent state beside attention
+_DRAFTS = Refusal("transformers refuses drafts for models with a recurrent state.", "stateful models")
+_EMBEDS = Refusal("This model's `generate` takes no `inputs_embeds`.", "forwarding implemented")
+_MASK = Refusal("This model's own code takes 2D masks only.", "must match the size|too many values to unpack")
+_ROWS = Refusal("The model itself remembers the rows of its first forward pass.", "must match the size")
+REFUSED: dict[tuple[str, str], Refusal] = {
+    **{(mode, family): _DRAFTS for mode in ("assisted", "prompt_lookup") for family in STATE},
+    **{("embeddings", family): _EMBEDS for family in ("falcon_h1", "zamba2", "gemma3_vision")},
+    **{("whole_mask", family): _MASK for family in ("bloom_alibi", "falcon_alibi")},
+    **{(mode, "falcon_alibi"): _MASK for mode in ("static", "static_chunked")},
+    ("chosen_rows", "qwen2_vl"): _ROWS,
+}
+QUANTIZED = "quantized"  # the row of `test_quantized`, which compares a cache with itself
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mode on a family.
+
+    Attributes:
+        turn: which of the attention functions it uses, modulo their number.
+    """
+
+    mode: str
+    family: str
+    turn: int
+
+    @property
+    def refusal(self) -> Refusal | None:
+        return REFUSED.get((self.mode, self.family))
+
+    @property
+    def unpacked(self) -> str | None:
+        return UNPACKED.get(self.family)
+
+    @property
+    def reason(self) -> str:
+        """Why it isn't simply green, or nothing."""
+        return self.refusal.reason if self.refusal else self.unpacked or ""
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.family}"
+
+
+TESTED = [family for family in FAMILIES if family not in NO_ATTENTION]
+CELLS = [Cell(mode, family, i + j) for i, mode in enumerate(MODES) for j, family in enumerate(TESTED)]
+QUANTIZED_CELLS = [Cell(QUANTIZED, family, 0) for family in TESTED]

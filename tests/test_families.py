@@ -1,0 +1,247 @@
+"""Every model family: which class each layer of its cache has, and the tokens that `DynamicCache` gives."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.test_generate import generate, left_padded
+from tests.tiny_models import EAGER_ONLY, FAMILIES, NO_SDPA, UNPACKED, attentions, cache_for, prompt, tiny_model
+from tq_hf import TurboQuantCache
+from tq_hf.hybrid_layer import HybridLayer
+from tq_hf.layer import TurboQuantLayer
+
+SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 0}
+PROMPT, NEW = 60, 40  # pages fall due in the prompt and on the way
+
+
+def use(model: PreTrainedModel, attention: str) -> None:
+    if model.config.model_type == "falcon":
+        model.config._attn_implementation = attention  # `set_attn_implementation` leaves such models alone
+    elif model.config.model_type not in ("bloom", "mamba"):
+        model.set_attn_implementation(attention)
+
+
+def inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A left-padded batch; an encoder-decoder model gets it as its source, and as long a start of the target."""
+    ids, mask = left_padded(2, PROMPT, [0, 25])
+    if not model.config.is_encoder_decoder:
+        return ids, mask, {}
+    start = torch.full((2, 1), model.config.decoder_start_token_id)
+    return ids, mask, {"decoder_input_ids": torch.cat([start, prompt(2, PROMPT - 1, seed=2)], 1)}
+
+
+def run(model: PreTrainedModel, cache: Any, new: int = NEW) -> Any:
+    ids, mask, options = inputs(model)
+    # Without repeats the tokens of an untrained model vary.
+    options |= {"no_repeat_ngram_size": 2, "output_logits": True, "return_dict_in_generate": True}
+    return generate(model, ids, cache_for(model, cache), mask, new=new, **options)
+
+
+@lru_cache(maxsize=1)  # pytest runs a family's cases one after the other
+def reference(family: str) -> tuple[PreTrainedModel, Any]:
+    model = tiny_model(family)
+    if "cache_params" in inspect.signature(model.forward).parameters:
+        pytest.skip(f"{type(model).__name__} of transformers {tf.__version__} takes its cache under another name")
+    use(model, "eager" if family in (*NO_SDPA, *EAGER_ONLY) else "sdpa")
+    return model, run(model, DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize(("family", "attention"), [(f, a) for f in FAMILIES for a in attentions(f)])
+def test_raw_pages_give_the_tokens_of_dynamic_cache(family: str, attention: str) -> None:
+    model, expected = reference(family)
+    use(model, attention)
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    result = run(model, cache)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert len(result.sequences[0, -NEW:].unique()) > 5
+    for ours, theirs in zip(result.logits, expected.logits, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert bool(cache.packed_layers) == (family not in UNPACKED)
+    full = [
+        layer.report(0).packed_tokens for layer in cache.packed_layers if type(layer) in (TurboQuantLayer, HybridLayer)
+    ]
+    assert full == [2 * 96] * len(full)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*UNPACKED, *EAGER_ONLY)])
+@torch.no_grad()
+def test_packed_attention_equals_attention_over_the_dequantized_bytes(family: str) -> None:
+    """One step over one cache and its copy: pages read where they lie, and dequantized for eager attention."""
+    model = tiny_model(family)
+    ids, mask, options = inputs(model)
+    use(model, attentions(family)[0])
+    inner = TurboQuantCache(model.config, "tq4", **SMALL)
+    cache = cache_for(model, inner)
+    target = options.get("decoder_input_ids")
+    if target is None:
+        given = {"attention_mask": torch.cat([mask, mask.new_ones(2, 1)], 1)}
+        model(ids, attention_mask=mask, past_key_values=cache)
+    else:
+        given = {"encoder_outputs": model.get_encoder()(ids, attention_mask=mask), "attention_mask": mask}
+        model(decoder_input_ids=target, past_key_values=cache, **given)
+    assert inner.report().packed_tokens > 0
+    twin = copy.deepcopy(cache)
+    step = {"input_ids" if target is None else "decoder_input_ids": prompt(2, 1, seed=3)}
+    packed = model(**step, past_key_values=cache, **given).logits
+    use(model, "eager")
+    dense = model(**step, past_key_values=twin, **given).logits
+    assert torch.allclose(packed, dense, atol=2e-3 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f not in (*UNPACKED, "llama_mqa_d80", "gemma3_d256", "phi3_d96")]
+)
+def test_static_pages_give_the_tokens_of_dynamic_cache(family: str) -> None:
+    model = tiny_model(family)
+    use(model, "eager" if family in NO_SDPA else "sdpa")
+    expected = run(model, DynamicCache(config=model.config), new=10)
+    use(model, attentions(family)[0])
+    cache = TurboQuantCache(model.config, "raw", **SMALL, max_cache_len=80)
+    result = run(model, cache, new=10)
+    assert torch.equal(result.sequences, expected.sequences)
+    for ours, theirs in zip(result.logits, expected.logits, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert cache.report().packed_tokens >= 2 * 64
+
+
+def kinds(family: str, **options: Any) -> list[str]:
+    return [type(layer).__name__ for layer in TurboQuantCache(tiny_model(family).config, **options).layers]
+
+
+@pytest.mark.parametrize(
+    ("family", "dynamic", "static"),
+    [
+        (
+            "llama4_chunked",
+            ["DynamicSlidingWindowLayer", "TurboQuantLayer"],
+            ["StaticSlidingWindowLayer", "TurboQuantLayer"],
+        ),
+        ("qwen3_next", ["LinearAttentionLayer", "TurboQuantLayer"], ["LinearAttentionLayer", "TurboQuantLayer"]),
+        ("falcon_h1", ["HybridLayer"] * 2, ["HybridLayer"] * 2),
+        ("zamba2", ["LinearAttentionLayer"] + ["HybridLayer"] * 2, ["LinearAttentionLayer"] + ["HybridLayer"] * 2),
+        ("deepseek_v3_mla", ["DynamicLayer"] * 2, ["StaticLayer"] * 2),
+        ("gemma4_d512", ["DynamicSlidingWindowLayer", "DynamicLayer"], ["StaticSlidingWindowLayer", "StaticLayer"]),
+        ("t5_position_bias", ["TurboQuantLayer"] * 2, ["TurboQuantLayer"] * 2),  # beside an encoder of three layers
+        ("bart", ["TurboQuantLayer"] * 2, ["TurboQuantLayer"] * 2),
+    ],
+)
+def test_which_class_a_layer_gets(family: str, dynamic: list[str], static: list[str]) -> None:
+    assert kinds(family) == dynamic
+    assert kinds(family, max_cache_len=128) == static
+
+
+def test_layers_of_one_model_may_differ_in_head_dim() -> None:
+    """Only the layer of 512 stays exact; a preset's boundary layers are counted among all."""
+    model = tiny_model("gemma4_d512", layer_types=["full_attention"] * 8, num_hidden_layers=8)
+    model.config.per_layer_config = {i: {"head_dim": 512 if i == 4 else 64} for i in range(8)}
+    cache = TurboQuantCache(model.config, "4bit_nc")
+    assert [i for i, layer in enumerate(cache.layers) if type(layer).__name__ == "DynamicLayer"] == [4]
+    assert [layer.config.key_format for layer in cache.packed_layers] == ["raw"] * 2 + ["lloyd_max"] * 3 + ["raw"] * 2
+
+
+@pytest.mark.parametrize("family", UNPACKED)
+def test_a_cache_that_packs_nothing_says_why_once(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    tf.utils.logging.warning_once.cache_clear()  # said once a process
+    config = tiny_model(family).config
+    caches = [TurboQuantCache(config) for _ in range(2)]
+    assert caplog.text.count("packs none of the 2 layers") == 1 and UNPACKED[family] in caplog.text
+    assert not caches[0].packed_layers and caches[0].report().packed_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["bart", "t5_position_bias"])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 128}], ids=["dynamic", "static"])
+def test_a_bare_cache_refuses_cross_attention(family: str, options: dict[str, int]) -> None:
+    model = tiny_model(family)
+    ids, mask, _ = inputs(model)
+    with pytest.raises(
+        ValueError, match=r"pass EncoderDecoderCache\(TurboQuantCache\(model.config\), DynamicCache\(\)\)"
+    ):
+        generate(model, ids, TurboQuantCache(model.config, **SMALL, **options), mask, new=4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {"prefill_chunk_size": 20}]
+)
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
+def test_states_beside_pages_follow_the_rows(family: str, options: dict[str, int]) -> None:
+    model = tiny_model(family)
+    ids, mask = left_padded(2, PROMPT, [0, 25])
+    expected = generate(model, ids, DynamicCache(config=model.config), mask, **options)
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    assert torch.equal(generate(model, ids, cache, mask, **options), expected)
+    assert cache.report().packed_tokens > 0
+
+
+@torch.no_grad()
+def test_edits_of_a_cache_with_states_beside_pages() -> None:
+    model = tiny_model("falcon_h1")
+    ids = prompt(2, 70)
+    plain = model(ids, use_cache=False).logits[:, -1:]
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    model(ids[:, :-1], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    twin.reorder_cache(torch.tensor([1, 0]))
+    swapped = model(ids[[1, 0], -1:], past_key_values=twin).logits
+    assert torch.allclose(swapped, plain[[1, 0]], atol=1e-5)
+    assert torch.allclose(model(ids[:, -1:], past_key_values=cache).logits, plain, atol=1e-5)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not cache.has_previous_state()
+    assert torch.allclose(model(ids, past_key_values=cache).logits[:, -1:], plain, atol=1e-5)
+    layer = cache.layers[0]
+    assert isinstance(layer, HybridLayer)
+    assert cache.report().layers[0].nbytes == layer.nbytes > sum(t.nbytes for t in layer.tensors())
+    assert not cache.is_croppable and not DynamicCache(config=model.config).is_croppable
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+
+
+def pixels(family: str) -> dict[str, Tensor]:
+    ids = prompt(1, PROMPT, vocab=94)
+    ids[0, 10:14] = 95  # four image tokens
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if family == "gemma3_vision":
+        return given | {"pixel_values": torch.randn(1, 3, 16, 16), "token_type_ids": (ids == 95).long()}
+    grid = torch.tensor([[1, 4, 4]])
+    ids[0, 9] = 97
+    return given | {
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == 95).int(),
+    }
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+@pytest.mark.parametrize("family", ["gemma3_vision", "qwen2_vl"])
+def test_images_in_the_prompt(family: str, attention: str) -> None:
+    model = tiny_model(family)
+    given = pixels(family)
+    options = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "no_repeat_ngram_size": 2,
+    }
+    expected = model.generate(**given, past_key_values=DynamicCache(config=model.config), **options)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    assert torch.equal(model.generate(**given, past_key_values=cache, **options), expected)
+    assert cache.report().packed_tokens >= 96
+    blind = model.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"], **options)
+    assert not torch.equal(blind, expected)
+
+
+@pytest.mark.parametrize("family", ["falcon_alibi", "bloom_alibi"])
+def test_models_with_their_own_attention_are_told_once(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(family)
+    generate(model, prompt(1, PROMPT), TurboQuantCache(model.config, **SMALL), new=4)
+    assert caplog.text.count("does not read packed pages") == 1
