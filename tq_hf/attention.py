@@ -7,7 +7,9 @@ Three ways lead to the packed pages, and all end in `TurboQuantLayer.attend`:
 - anything else (`"eager"`, a model's own attention code) reads a dense, dequantized copy through the handle.
 
 Masks come in three kinds: None (nothing but causality), *compact* (uint8 [B, 1, 1, kv]: which positions are not padding;
-causality comes on top) and *complete* (bool [B, 1, q, kv], causality included).
+causality comes on top) and *complete* (bool [B, 1, q, kv], causality included). Without a mask, the first of several queries
+sees the first key by transformers' convention, whose static caches show positions behind a first prompt that are empty yet.
+Where the last query is the newest key instead, `_ALL_KEPT` says so: a compact mask of one column.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ logger = logging.get_logger(__name__)
 ATTENTION_NAME = "turboquant"
 # Models whose own code edits the mask before attention and understands only complete ones.
 _MASK_EDITORS = ("doge",)
+_ALL_KEPT = torch.ones(1, 1, 1, 1, dtype=torch.uint8)
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
 _REFUSED = ("indices", "block_indices", "sinks", "head_mask")
 
@@ -49,9 +52,9 @@ def turboquant_mask(
     """The mask for one kind of layer, in transformers' mask interface.
 
     Returns:
-        None where only causality applies, a compact uint8 [B, 1, 1, kv_length] keep-mask where tokens are padding, and
-        transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked layers, custom patterns and
-        static caches (whose filled length is on the device).
+        None where only causality applies (`_ALL_KEPT` behind a history), a compact uint8 [B, 1, 1, kv_length] keep-mask where
+        tokens are padding, and transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked layers,
+        custom patterns and static caches (whose filled length is on the device).
     """
     edits_masks = getattr(kwargs.get("config"), "model_type", None) in _MASK_EDITORS
     is_static = isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length
@@ -71,7 +74,7 @@ def turboquant_mask(
             **kwargs,
         )
     if attention_mask is None or bool(attention_mask.all()):
-        return None
+        return None if q_length in (1, kv_length) else _ALL_KEPT
     keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return keep[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
 
@@ -119,6 +122,9 @@ def turboquant_attention(
         is_causal = getattr(module, "is_causal", True)
     if kwargs.get("output_attentions"):
         logger.warning_once("attn_implementation='turboquant' returns no attention weights: use 'eager' for them.")
+    newest_last = isinstance(key, PackedKV) and not key.step.is_first
+    if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.numel() == 1 < key.shape[2]:
+        attention_mask, newest_last = None, True  # `_ALL_KEPT`, or its copy on another device
     if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask != 0  # not one of `turboquant_mask`: a user's complete mask
     needs_sdpa = kwargs.get("position_bias") is not None or dropout > 0 or not _is_keep_mask(attention_mask)
@@ -127,6 +133,10 @@ def turboquant_attention(
         return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
 
     dense_key, dense_value = densify(key), densify(value)
+    if attention_mask is None and is_causal and not newest_last and query.shape[2] > 1:
+        dense_key, dense_value = dense_key[:, :, : query.shape[2]], dense_value[:, :, : query.shape[2]]
+        if kwargs.get("position_bias") is not None:
+            kwargs["position_bias"] = kwargs["position_bias"][..., : query.shape[2]]
     mask = _complete(attention_mask, query.shape[2], dense_key.shape[2], is_causal, query.device)
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
