@@ -256,3 +256,24 @@ def test_models_with_their_own_attention_are_told_once(family: str, caplog: pyte
     model = tiny_model(family)
     generate(model, prompt(1, PROMPT), TurboQuantCache(model.config, **SMALL), new=4)
     assert caplog.text.count("does not read packed pages") == 1
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+def test_a_prompt_of_which_the_last_queries_alone_reach_some_layers(attention: str) -> None:
+    """Gemma 4 drops the others where layers share keys; prompt lookup keeps several."""
+    model = tiny_model("gemma4_shared")
+    ids = prompt(1, 35).repeat(1, 2)
+    model.set_attn_implementation("sdpa")
+    caches = DynamicCache(config=model.config), TurboQuantCache(model.config, "raw", **SMALL)
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits[:, -4:]]
+        expected += [model(ids[:, :4], past_key_values=filled(model, ids, caches[0])).logits]
+        model.set_attn_implementation(attention)
+        given = [model(ids, past_key_values=caches[1], logits_to_keep=4).logits]
+        given += [model(ids[:, :4], past_key_values=caches[1]).logits]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(given, expected, strict=True))
+
+
+def filled(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
+    model(ids, past_key_values=cache)
+    return cache
