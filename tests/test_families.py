@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from packaging import version
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.test_generate import generate, left_padded
 from tests.tiny_models import EAGER_ONLY, FAMILIES, NO_SDPA, UNPACKED, attentions, cache_for, prompt, tiny_model
@@ -97,20 +98,33 @@ def test_packed_attention_equals_attention_over_the_dequantized_bytes(family: st
     assert torch.allclose(packed, dense, atol=2e-3 * float(dense.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f not in (*UNPACKED, "llama_mqa_d80", "gemma3_d256", "phi3_d96")]
-)
-def test_static_pages_give_the_tokens_of_dynamic_cache(family: str) -> None:
+# Whose static cache transformers itself cannot feed, and those whose like is there twice.
+NO_STATIC = ("mamba", "falcon_alibi", "llama_mqa_d80", "gemma3_d256", "phi3_d96")
+
+
+@pytest.mark.parametrize("cache_class", [TurboQuantCache, StaticCache])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NO_STATIC])
+def test_static_caches_give_the_tokens_of_dynamic_cache(family: str, cache_class: type) -> None:
+    """Ours, and transformers' own under our attention function; the prompt is shorter than the windows and not padded."""
+    if family in ("bloom_alibi", "llama4_chunked") and version.parse(tf.__version__) < version.parse("5.24"):
+        pytest.skip(f"{family} of transformers {tf.__version__} knows no static cache, or none but transformers' own")
     model = tiny_model(family)
+    ids, _, options = inputs(model)
+    for config in {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values():
+        if getattr(config, "sliding_window", None):
+            config.sliding_window = 500
     use(model, "eager" if family in NO_SDPA else "sdpa")
-    expected = run(model, DynamicCache(config=model.config), new=10)
+    settings = {"output_logits": True, "return_dict_in_generate": True, "new": 10, **options}
+    expected = generate(model, ids, cache_for(model, DynamicCache(config=model.config)), **settings)
     use(model, attentions(family)[0])
-    cache = TurboQuantCache(model.config, "raw", **SMALL, max_cache_len=80)
-    result = run(model, cache, new=10)
+    ours = {"preset": "raw", **SMALL} if cache_class is TurboQuantCache else {}
+    cache = cache_class(model.config, max_cache_len=80, **ours)
+    result = generate(model, ids, cache_for(model, cache), **settings)
     assert torch.equal(result.sequences, expected.sequences)
-    for ours, theirs in zip(result.logits, expected.logits, strict=True):
-        assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
-    assert cache.report().packed_tokens >= 2 * 64
+    for given, wanted in zip(result.logits, expected.logits, strict=True):
+        assert torch.allclose(given, wanted, atol=2e-5, rtol=1e-4)
+    if cache_class is TurboQuantCache and family not in UNPACKED:
+        assert cache.report().packed_tokens >= 2 * 64
 
 
 def kinds(family: str, **options: Any) -> list[str]:
@@ -245,3 +259,24 @@ def test_models_with_their_own_attention_are_told_once(family: str, caplog: pyte
     model = tiny_model(family)
     generate(model, prompt(1, PROMPT), TurboQuantCache(model.config, **SMALL), new=4)
     assert caplog.text.count("does not read packed pages") == 1
+
+
+@pytest.mark.parametrize("attention", ["turboquant", "sdpa"])
+def test_a_prompt_of_which_the_last_queries_alone_reach_some_layers(attention: str) -> None:
+    """Gemma 4 drops the others where layers share keys; prompt lookup keeps several."""
+    model = tiny_model("gemma4_shared")
+    ids = prompt(1, 35).repeat(1, 2)
+    model.set_attn_implementation("sdpa")
+    caches = DynamicCache(config=model.config), TurboQuantCache(model.config, "raw", **SMALL)
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits[:, -4:]]
+        expected += [model(ids[:, :4], past_key_values=filled(model, ids, caches[0])).logits]
+        model.set_attn_implementation(attention)
+        given = [model(ids, past_key_values=caches[1], logits_to_keep=4).logits]
+        given += [model(ids[:, :4], past_key_values=caches[1]).logits]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(given, expected, strict=True))
+
+
+def filled(model: PreTrainedModel, ids: Tensor, cache: Any) -> Any:
+    model(ids, past_key_values=cache)
+    return cache

@@ -7,7 +7,9 @@ Three ways lead to the packed pages, and all end in `TurboQuantLayer.attend`:
 - anything else (`"eager"`, a model's own attention code) reads a dense, dequantized copy through the handle.
 
 Masks come in three kinds: None (nothing but causality), *compact* (uint8 [B, 1, 1, kv]: which positions are not padding;
-causality comes on top) and *complete* (bool [B, 1, q, kv], causality included).
+causality comes on top) and *complete* (bool [B, 1, q, kv], causality included). Without a mask, the first of several queries
+sees the first key by transformers' convention, whose static caches show positions behind a first prompt that are empty yet.
+Where the last query is the newest key instead, `_ALL_KEPT` says so: a compact mask of one column.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ logger = logging.get_logger(__name__)
 ATTENTION_NAME = "turboquant"
 # Models whose own code edits the mask before attention and understands only complete ones.
 _MASK_EDITORS = ("doge",)
+# Models that compute only the last queries of a prompt in layers that share keys, whatever the mask.
+_QUERY_SLICERS = ("gemma4_text", "gemma4_unified_text")
+_ALL_KEPT = torch.ones(1, 1, 1, 1, dtype=torch.uint8)
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
 _REFUSED = ("indices", "block_indices", "sinks", "head_mask")
 
@@ -49,15 +54,16 @@ def turboquant_mask(
     """The mask for one kind of layer, in transformers' mask interface.
 
     Returns:
-        None where only causality applies, a compact uint8 [B, 1, 1, kv_length] keep-mask where tokens are padding, and
-        transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked layers, custom patterns and
-        static caches (whose filled length is on the device).
+        None where only causality applies (`_ALL_KEPT` behind a history), a compact uint8 [B, 1, 1, kv_length] keep-mask
+        where tokens are padding, and transformers' complete bool [B, 1, q_length, kv_length] mask for sliding or chunked
+        layers, custom patterns and static caches (whose filled length is on the device).
     """
-    edits_masks = getattr(kwargs.get("config"), "model_type", None) in _MASK_EDITORS
+    model_type = getattr(kwargs.get("config"), "model_type", None)
+    slices_queries = model_type in _QUERY_SLICERS and q_length > 1
     is_static = isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + q_length
     plain = mask_function is causal_mask_function and local_size is None and not use_vmap and not is_static
-    if not plain or not allow_is_causal_skip or edits_masks:
-        return sdpa_mask(
+    if not plain or not allow_is_causal_skip or model_type in _MASK_EDITORS:
+        mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -66,12 +72,13 @@ def turboquant_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_causal_skip=allow_is_causal_skip and not (is_static and slices_queries),
             use_vmap=use_vmap,
             **kwargs,
         )
+        return _ALL_KEPT if mask is None and slices_queries else mask
     if attention_mask is None or bool(attention_mask.all()):
-        return None
+        return _ALL_KEPT if slices_queries or q_length not in (1, kv_length) else None
     keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return keep[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
 
@@ -119,6 +126,9 @@ def turboquant_attention(
         is_causal = getattr(module, "is_causal", True)
     if kwargs.get("output_attentions"):
         logger.warning_once("attn_implementation='turboquant' returns no attention weights: use 'eager' for them.")
+    newest_last = isinstance(key, PackedKV) and not key.step.is_first
+    if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.numel() == 1 < key.shape[2]:
+        attention_mask, newest_last = None, True  # `_ALL_KEPT`, or its copy on another device
     if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask != 0  # not one of `turboquant_mask`: a user's complete mask
     needs_sdpa = kwargs.get("position_bias") is not None or dropout > 0 or not _is_keep_mask(attention_mask)
@@ -127,6 +137,10 @@ def turboquant_attention(
         return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
 
     dense_key, dense_value = densify(key), densify(value)
+    if attention_mask is None and is_causal and not newest_last and query.shape[2] > 1:
+        dense_key, dense_value = dense_key[:, :, : query.shape[2]], dense_value[:, :, : query.shape[2]]
+        if kwargs.get("position_bias") is not None:
+            kwargs["position_bias"] = kwargs["position_bias"][..., : query.shape[2]]
     mask = _complete(attention_mask, query.shape[2], dense_key.shape[2], is_causal, query.device)
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
@@ -163,6 +177,10 @@ def _packed(
     keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete
     if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
+        queries, keys = query.shape[2], step.key.shape[2]
+        if causal and 1 < queries < keys:  # the prompt's last queries alone (`_QUERY_SLICERS`)
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+            causal = False
         out = attend_first(query, step, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
         out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
