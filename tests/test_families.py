@@ -127,6 +127,26 @@ def test_static_caches_give_the_tokens_of_dynamic_cache(family: str, cache_class
         assert cache.report().packed_tokens >= 2 * 64
 
 
+@pytest.mark.parametrize("cache_class", [TurboQuantCache, DynamicCache])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "turboquant" in attentions(family)])
+@torch.no_grad()
+def test_several_queries_behind_a_history_without_padding(family: str, cache_class: type) -> None:
+    model = tiny_model(family)
+    ids, _, options = inputs(model)
+    use(model, "eager" if family in NO_SDPA else "sdpa")
+    logits = []
+    for attention, ours in ((model.config._attn_implementation, DynamicCache), ("turboquant", cache_class)):
+        use(model, attention)
+        settings = {"preset": "raw", **SMALL} if ours is TurboQuantCache else {}
+        cache = cache_for(model, ours(config=model.config, **settings))
+        tokens = options.get("decoder_input_ids", ids)
+        name = "decoder_input_ids" if options else "input_ids"
+        given = {"encoder_outputs": model.get_encoder()(ids)} if options else {}
+        parts = [model(**{name: part}, past_key_values=cache, **given).logits[:, -1] for part in tokens.split([50, 9, 1], 1)]
+        logits.append(torch.stack(parts))
+    assert torch.allclose(*logits, atol=2e-5, rtol=1e-4)
+
+
 def kinds(family: str, **options: Any) -> list[str]:
     return [type(layer).__name__ for layer in TurboQuantCache(tiny_model(family).config, **options).layers]
 
@@ -193,6 +213,20 @@ def test_states_beside_pages_follow_the_rows(family: str, options: dict[str, int
     cache = TurboQuantCache(model.config, "raw", **SMALL)
     assert torch.equal(generate(model, ids, cache, mask, **options), expected)
     assert cache.report().packed_tokens > 0
+
+
+def test_states_beside_pages_compile_to_one_graph() -> None:
+    model = tiny_model("falcon_h1")
+    model.set_attn_implementation("turboquant")
+    ids, mask = left_padded(2, PROMPT, [0, 25])
+    expected = generate(model, ids, TurboQuantCache(model.config, "tq4", **SMALL), mask)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = tf.CompileConfig(fullgraph=True, mode="default", backend="eager")
+    config._compile_all_devices = True
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=100, **SMALL)
+    assert torch.equal(generate(model, ids, cache, mask, compile_config=config), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ packed; every other keeps transformers' class, whatever the model, so that any m
   bytes per token and layer in bfloat16, where 8 KV heads of 128 take 4,096. transformers expands all of them to the keys and
   values of every head at each step (81,920 bytes per token at 128 heads, one layer at a time), so that pages could not be
   attended to where they lie: 61 layers packed in 4 bits would take 19 KB per token instead of 70 KB, of 150 KB at the peak.
-  And a latent is part of all heads' keys and values, so that its error would be in all of them at once.
 - *A head_dim without a packed layout* (512 in Gemma 4's full layers): exact.
 """
 
