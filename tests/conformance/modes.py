@@ -190,7 +190,7 @@ def whole_mask(subject: Subject) -> Outcome:
 
 @mode
 def embeddings(subject: Subject) -> Outcome:
-    """`inputs_embeds`."""
+    """Prompt as `inputs_embeds`."""
     ids, mask = left_padded()
     inputs = subject.inputs(ids, mask)
     inputs["inputs_embeds"] = subject.model.get_input_embeddings()(inputs.pop("input_ids")).detach()

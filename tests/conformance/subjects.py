@@ -100,7 +100,11 @@ class Subject:
         """Logits of one forward pass over the tokens at positions from `start` on."""
         given = {"past_key_values": cache, "use_cache": True}
         if self.model.config.is_encoder_decoder:
-            given |= {"input_ids": prompt(len(ids), 9, seed=5), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+            given |= {
+                "input_ids": prompt(len(ids), 9, seed=5),
+                "decoder_input_ids": ids,
+                "decoder_attention_mask": mask,
+            }
         else:
             position = torch.arange(start, start + ids.shape[1])[None]
             given |= {"input_ids": ids, "attention_mask": mask, "position_ids": position}

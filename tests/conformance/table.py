@@ -61,7 +61,10 @@ def markdown(found: Results) -> str:
             reasons.append(outcome)
         return str(reasons.index(outcome) + 1)
 
-    rows = ["| | " + " | ".join(name.replace("_", " ") for name in families) + " |", "| --- " * (len(families) + 1) + "|"]
+    rows = [
+        "| | " + " | ".join(name.replace("_", " ") for name in families) + " |",
+        "| --- " * (len(families) + 1) + "|",
+    ]
     for mode, outcomes in cells.items():
         name = "`tq4`, dequantized" if mode == QUANTIZED else title(mode)
         rows.append(f"| {name} | " + " | ".join(mark(outcomes[family]) for family in families) + " |")

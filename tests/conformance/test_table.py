@@ -32,4 +32,4 @@ def test_a_failure_shows_in_the_table() -> None:
     outcomes[str(CELLS[0])] = "failed"
     del outcomes[str(CELLS[-1])]
     shown = table.markdown(table.results(outcomes, "5"))
-    assert "\n1. failed\n" in shown and "\n2. missing\n" in shown
+    assert "\n1. failed\n" in shown and ". missing\n" in shown
