@@ -215,6 +215,16 @@ def test_states_beside_pages_follow_the_rows(family: str, options: dict[str, int
     assert cache.report().packed_tokens > 0
 
 
+@pytest.mark.parametrize("family", ["bart", "t5_position_bias"])
+def test_beams_of_encoder_decoder_models(family: str) -> None:
+    model = tiny_model(family)
+    ids, mask, options = inputs(model)
+    expected = generate(model, ids, cache_for(model, DynamicCache(config=model.config)), mask, num_beams=3, **options)
+    cache = TurboQuantCache(model.config, "raw", **SMALL)
+    assert torch.equal(generate(model, ids, cache_for(model, cache), mask, num_beams=3, **options), expected)
+    assert cache.report().packed_tokens > 0
+
+
 def test_states_beside_pages_compile_to_one_graph() -> None:
     model = tiny_model("falcon_h1")
     model.set_attn_implementation("turboquant")
