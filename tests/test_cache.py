@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from tests.presets import sizes
 from tests.tiny_models import prompt, tiny_model
@@ -471,3 +471,17 @@ def test_zero_and_equal_vectors_are_legal(preset: str) -> None:
     fitted = cache.quantization.scale == "fitted"
     lengths = (dense_value * value[:, :, :1]).sum(-1) / 24.0 if fitted else dense_value.norm(dim=-1)
     assert torch.allclose(lengths, torch.full_like(lengths, 24.0), rtol=2**-10 if fitted else 0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_hybrid"])
+def test_iteration_gives_what_dynamic_cache_gives(family: str) -> None:
+    model, ids = tiny_model(family), prompt(2, 90)
+    ours = TurboQuantCache(model.config, preset="raw", page_size=32, recent_window=0)
+    theirs = DynamicCache(config=model.config)
+    assert [keys for keys, *_ in ours if keys is not None] == []
+    for cache in (ours, theirs):
+        model(ids, past_key_values=cache)
+    assert ours.report().packed_tokens > 0
+    for layer, other in zip(ours, theirs, strict=True):
+        for mine, its in zip(layer, other, strict=True):
+            assert torch.equal(mine, its) if its is not None else mine is None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,6 +258,20 @@ class TurboQuantCache(DynamicCache):
         self.table.select_rows(chosen)
         for layer in layers:
             layer.select_rows(torch.tensor(chosen))
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Keys, values [B, H, length, D / Dv] and the sliding window of each layer, as `DynamicCache` gives them.
+
+        Packed layers are dequantized one by one: `DynamicCache(cache)` is an unpacked copy.
+        """
+        for layer in self.layers:
+            if isinstance(layer, TurboQuantLayer):
+                yield (*layer.unpacked(), None)
+            else:
+                # Layers of linear attention have neither; `DynamicCache` cannot be iterated with them.
+                names = ("keys", "values", "_sliding_window_tensor")
+                keys, values, window = (getattr(layer, name, None) for name in names)
+                yield keys, values, window
 
     # -- reports -------------------------------------------------------------------------------------------------------
     @property

@@ -390,6 +390,13 @@ class TurboQuantLayer(CacheLayerMixin):
             tensor.index_copy_(2, positions, raw.detach())
         return dense
 
+    def unpacked(self) -> tuple[Tensor | None, Tensor | None]:
+        """All keys and values [B, H, length, D / Dv], dequantized; None before the first token."""
+        if not self.is_initialized:
+            return None, None
+        self.flush()
+        return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
+
     @property
     def batch_size(self) -> int:
         rows = self.table.batch_size
