@@ -15,20 +15,23 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from tests.test_generate import generate, left_padded
-from tests.tiny_models import EAGER_ONLY, FAMILIES, NO_SDPA, UNPACKED, attentions, cache_for, prompt, tiny_model
+from tests.tiny_models import (
+    EAGER_ONLY,
+    FAMILIES,
+    NO_SDPA,
+    UNPACKED,
+    attentions,
+    cache_for,
+    prompt,
+    tiny_model,
+    use_attention,
+)
 from tq_hf import TurboQuantCache
 from tq_hf.hybrid_layer import HybridLayer
 from tq_hf.layer import TurboQuantLayer
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 0}
 PROMPT, NEW = 60, 40  # pages fall due in the prompt and on the way
-
-
-def use(model: PreTrainedModel, attention: str) -> None:
-    if model.config.model_type == "falcon":
-        model.config._attn_implementation = attention  # `set_attn_implementation` leaves such models alone
-    elif model.config.model_type not in ("bloom", "mamba"):
-        model.set_attn_implementation(attention)
 
 
 def inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -52,14 +55,14 @@ def reference(family: str) -> tuple[PreTrainedModel, Any]:
     model = tiny_model(family)
     if "cache_params" in inspect.signature(model.forward).parameters:
         pytest.skip(f"{type(model).__name__} of transformers {tf.__version__} takes its cache under another name")
-    use(model, "eager" if family in (*NO_SDPA, *EAGER_ONLY) else "sdpa")
+    use_attention(model, "sdpa" if "sdpa" in attentions(family) else "eager")
     return model, run(model, DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize(("family", "attention"), [(f, a) for f in FAMILIES for a in attentions(f)])
 def test_raw_pages_give_the_tokens_of_dynamic_cache(family: str, attention: str) -> None:
     model, expected = reference(family)
-    use(model, attention)
+    use_attention(model, attention)
     cache = TurboQuantCache(model.config, "raw", **SMALL)
     result = run(model, cache)
     assert torch.equal(result.sequences, expected.sequences)
@@ -79,7 +82,7 @@ def test_packed_attention_equals_attention_over_the_dequantized_bytes(family: st
     """One step over one cache and its copy: pages read where they lie, and dequantized for eager attention."""
     model = tiny_model(family)
     ids, mask, options = inputs(model)
-    use(model, attentions(family)[0])
+    use_attention(model, attentions(family)[0])
     inner = TurboQuantCache(model.config, "tq4", **SMALL)
     cache = cache_for(model, inner)
     target = options.get("decoder_input_ids")
@@ -93,7 +96,7 @@ def test_packed_attention_equals_attention_over_the_dequantized_bytes(family: st
     twin = copy.deepcopy(cache)
     step = {"input_ids" if target is None else "decoder_input_ids": prompt(2, 1, seed=3)}
     packed = model(**step, past_key_values=cache, **given).logits
-    use(model, "eager")
+    use_attention(model, "eager")
     dense = model(**step, past_key_values=twin, **given).logits
     assert torch.allclose(packed, dense, atol=2e-3 * float(dense.abs().max()))
 
@@ -113,10 +116,10 @@ def test_static_caches_give_the_tokens_of_dynamic_cache(family: str, cache_class
     for config in {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values():
         if getattr(config, "sliding_window", None):
             config.sliding_window = 500
-    use(model, "eager" if family in NO_SDPA else "sdpa")
+    use_attention(model, "eager" if family in NO_SDPA else "sdpa")
     settings = {"output_logits": True, "return_dict_in_generate": True, "new": 10, **options}
     expected = generate(model, ids, cache_for(model, DynamicCache(config=model.config)), **settings)
-    use(model, attentions(family)[0])
+    use_attention(model, attentions(family)[0])
     ours = {"preset": "raw", **SMALL} if cache_class is TurboQuantCache else {}
     cache = cache_class(model.config, max_cache_len=80, **ours)
     result = generate(model, ids, cache_for(model, cache), **settings)
@@ -133,10 +136,10 @@ def test_static_caches_give_the_tokens_of_dynamic_cache(family: str, cache_class
 def test_several_queries_behind_a_history_without_padding(family: str, cache_class: type) -> None:
     model = tiny_model(family)
     ids, _, options = inputs(model)
-    use(model, "eager" if family in NO_SDPA else "sdpa")
+    use_attention(model, "eager" if family in NO_SDPA else "sdpa")
     logits = []
     for attention, ours in ((model.config._attn_implementation, DynamicCache), ("turboquant", cache_class)):
-        use(model, attention)
+        use_attention(model, attention)
         settings = {"preset": "raw", **SMALL} if ours is TurboQuantCache else {}
         cache = cache_for(model, ours(config=model.config, **settings))
         tokens = options.get("decoder_input_ids", ids)

@@ -157,6 +157,14 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTr
     return model
 
 
+def use_attention(model: PreTrainedModel, attention: str) -> None:
+    """Let the model use one of `attentions`, also where `set_attn_implementation` leaves it alone."""
+    if model.config.model_type == "falcon":
+        model.config._attn_implementation = attention
+    elif model.config.model_type not in ("bloom", "mamba"):  # which have one only
+        model.set_attn_implementation(attention)
+
+
 def cache_for(model: PreTrainedModel, cache: tf.Cache) -> tf.Cache:
     """What `generate()` takes: the cache, with a cross-attention's beside it for an encoder-decoder model."""
     if not model.config.is_encoder_decoder:

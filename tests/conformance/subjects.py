@@ -18,7 +18,7 @@ import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from tests.tiny_models import FAMILIES, attentions, cache_for, prompt, tiny_model
+from tests.tiny_models import FAMILIES, attentions, cache_for, prompt, tiny_model, use_attention
 from tq_hf import TurboQuantCache, disable, enable
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}  # the first page falls due at 36 tokens
@@ -138,11 +138,11 @@ class Subject:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def __enter__(self) -> Subject:
-        self.model.set_attn_implementation(self.attention)
+        use_attention(self.model, self.attention)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.model.set_attn_implementation("eager")
+        use_attention(self.model, "eager")
 
 
 class Stock(Subject):

@@ -18,7 +18,7 @@ from transformers import CompileConfig
 from tests.conformance.cells import CELLS, QUANTIZED_CELLS, Cell
 from tests.conformance.modes import MODES, Outcome, left_padded
 from tests.conformance.subjects import Packed, Stock
-from tests.tiny_models import attentions, prompt
+from tests.tiny_models import attentions, prompt, use_attention
 
 
 @functools.cache
@@ -71,10 +71,11 @@ def test_quantized(cell: Cell) -> None:
     """Attention over `tq4` pages equals the model's eager attention over the same bytes, dequantized: to 2e-3."""
     ids, mask = left_padded(66)
     one_more = {"new": 1, "return_dict_in_generate": True, "output_logits": True}
-    with Packed(cell.family, "turboquant", preset="tq4") as subject:
+    attention = attentions(cell.family)[0]
+    with Packed(cell.family, attention, preset="tq4") as subject:
         cache = subject.cache()
         subject.read(subject.inputs(ids[:, :60], mask[:, :60]), cache)
-        exact = Packed(cell.family, "turboquant")
+        exact = Packed(cell.family, attention)
         unquantized = exact.cache()
         exact.read(exact.inputs(ids[:, :60], mask[:, :60]), unquantized)
         assert (subject.packed_tokens()[0] > 0) == (cell.unpacked is None)
@@ -83,9 +84,9 @@ def test_quantized(cell: Cell) -> None:
             twin = copy.deepcopy(cache)
             ours = subject.generate(inputs, cache, **one_more).logits[0]
             quantization = ours - subject.generate(inputs, unquantized, **one_more).logits[0]
-            subject.model.set_attn_implementation("eager")
+            use_attention(subject.model, "eager")
             reference = subject.generate(inputs, twin, **one_more).logits[0]
-            subject.model.set_attn_implementation("turboquant")
+            use_attention(subject.model, attention)
             assert (ours - reference).norm() <= 2e-3 * reference.norm()
             assert cell.unpacked or quantization.norm() > 1e-5 * reference.norm()  # quantized bytes were read
 
