@@ -90,8 +90,6 @@ def run(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     models = read_all(args.results)
-    if not models:
-        raise RequestError(f"{args.results} holds no results: run scripts/ablation --out {args.results} first.")
     path = args.image or args.results / "ablation.svg"
     try:
         draw(models, path)

@@ -102,8 +102,14 @@ def described(setting: Setting) -> dict[str, Any]:
 
 
 def read_all(out: Path) -> list[ModelResults]:
-    """Every model's results in a folder, by window and name."""
+    """Every model's results in a folder, by window and name.
+
+    Raises:
+        RequestError: there are none, or a file cannot be read.
+    """
     found = [ModelResults.read(path) for path in sorted(out.glob("*-w*.json"))]
+    if not found:
+        raise RequestError(f"{out} holds no results: run scripts/ablation --out {out} first.")
     return sorted(found, key=lambda results: (results.run["window"], results.run["model"]))
 
 
@@ -116,12 +122,17 @@ def table(models: Sequence[ModelResults]) -> str:
     for results in models:
         shown = f"{Path(results.run['model']).name}, {results.run['window']:,}"
         head += [f"{shown}: bytes", "ΔPPL %", "KL", "top-1 %"]
-    lines = [head, ["---"] * len(head)]
+    rows = []
     for name in names:
         found = [results.settings.get(name) for results in models]
         reason = next(result["reason"] for result in found if result is not None)
-        lines.append([name, reason, *(cell for result in found for cell in _cells(result))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        rows.append([name, reason, *(cell for result in found for cell in _cells(result))])
+    return markdown(head, rows)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells as a Markdown table."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)) + "\n"
 
 
 def _cells(result: dict[str, Any] | None) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from tq_hf.commands import Parser, RequestError, serve
+from tq_hf.commands import Parser, serve
 
-from .results import ModelResults, read_all
+from .results import ModelResults, markdown, read_all
 from .settings import ABLATED, OWN, PAPER
 
 SHOWN = (
@@ -49,7 +49,7 @@ def quality_table(models: Sequence[ModelResults]) -> str:
         cells = [_kl_and_perplexity(results, name) for results in models]
         if any(cells):
             rows.append([name, *cells])
-    return _markdown([["setting", *map(title, models)], *rows])
+    return markdown(["setting", *map(title, models)], rows)
 
 
 def change_table(models: Sequence[ModelResults]) -> str:
@@ -60,7 +60,7 @@ def change_table(models: Sequence[ModelResults]) -> str:
         found = [results.settings.get(base + suffix, {}) for base, results in columns]
         if all("kl_second_half" in result for result in found):
             rows.append([change, *(f"{result['kl_second_half']:.4f}" for result in found)])
-    return _markdown([["change", *(f"`{base}`, {title(results)}" for base, results in columns)], *rows])
+    return markdown(["change", *(f"`{base}`, {title(results)}" for base, results in columns)], rows)
 
 
 def tables(models: Sequence[ModelResults]) -> dict[str, str]:
@@ -79,19 +79,11 @@ def _kl_and_perplexity(results: ModelResults, name: str) -> str:
     return f"{result['kl']:.4f} ({result['ppl_delta_percent']:+.1f})" if "kl" in result else ""
 
 
-def _markdown(lines: Iterable[Sequence[str]]) -> str:
-    head, *rows = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([head, "| --- " * (head.count(" | ") + 1) + "|", *rows]) + "\n"
-
-
 def run(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m eval.summary", description=__doc__)
     parser.add_argument("results", type=Path, metavar="DIR", help="where scripts/ablation left its results")
     args = parser.parse_args(argv)
-    models = read_all(args.results)
-    if not models:
-        raise RequestError(f"{args.results} holds no results: run scripts/ablation --out {args.results} first.")
-    for name, table in tables(models).items():
+    for name, table in tables(read_all(args.results)).items():
         print(f"{name}:\n\n{table}")
     return 0
 
