@@ -25,8 +25,15 @@ PROCESSORS = {80: 108, 90: 132}
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, columns: int, batch: int, entries: int,
-    dtype: torch.dtype = torch.bfloat16, **options: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: int,
+    preset: str,
+    dim: int,
+    columns: int,
+    batch: int,
+    entries: int,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
     schedule_module = importlib.import_module("tq_hf.kernels.schedule")
@@ -37,7 +44,9 @@ def launches(
         found[kernel.fn.__name__] = kernel, options, arguments, constants
 
     properties = SimpleNamespace(
-        major=architecture // 10, multi_processor_count=PROCESSORS[architecture], shared_memory_per_multiprocessor=1 << 17
+        major=architecture // 10,
+        multi_processor_count=PROCESSORS[architecture],
+        shared_memory_per_multiprocessor=1 << 17,
     )
     monkeypatch.setattr(schedule_module, "launch", record)
     monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
@@ -101,9 +110,7 @@ def resources(
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("preset", ["tq4", "4bit_nc"])
-def test_a_step_compiles(
-    monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path
-) -> None:
+def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path) -> None:
     found = launches(monkeypatch, architecture, preset, 128, 4, 2, 100)
     assert list(found) == ["prepare", "decode", "combine"]
     # Each kernel but the first may start early, where GPUs can do that, and only there.

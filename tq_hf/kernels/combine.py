@@ -120,9 +120,7 @@ def combine(
     exact = heads * slots + i_bh * exact_splits
     merged = start_merge(ROWS, SPLITS, STEP)
     if p_signs is None:
-        merged = merge(
-            merged, p_output, p_stats, first, count, exact, exact_splits, columns, column, d, PADDED, SPLITS
-        )
+        merged = merge(merged, p_output, p_stats, first, count, exact, exact_splits, columns, column, d, PADDED, SPLITS)
         highest, denominator, out = end_merge(merged)
     else:
         merged = merge(merged, p_output, p_stats, exact, exact_splits, 0, 0, columns, column, d, PADDED, SPLITS)

@@ -355,9 +355,7 @@ def _exact_tile(columns: int, page: PageLayout, dtype: torch.dtype) -> tuple[int
     return (rows, 64, 4) if vector <= 256 else (rows, 32, 8)
 
 
-def _combine_tile(
-    columns: int, results: int, value_block: int, rotated: bool
-) -> tuple[int, int, int, int]:
+def _combine_tile(columns: int, results: int, value_block: int, rotated: bool) -> tuple[int, int, int, int]:
     """Columns, results and dimensions that a program of the combining kernel takes in at once, and its warps."""
     step = min(128, value_block)
     if columns > 16:
