@@ -102,6 +102,14 @@ def split_halves(x: Register) -> list[Register]:
     return [*np.ascontiguousarray(_halves(x).astype(np.float32).T)]
 
 
+def round_to_pair(low: Register, high: Register) -> list[Register]:
+    return join_halves(low.astype(np.float16), high.astype(np.float16))
+
+
+def join_halves(low: Register, high: Register) -> list[Register]:
+    return [np.ascontiguousarray(np.stack([low, high], 1)).view(np.int32).reshape(32)]
+
+
 def multiply(
     registers: tuple[Register, ...], left: Callable[..., Register], right: Callable[..., Register], kind: Any
 ) -> list[Register]:
@@ -128,6 +136,8 @@ INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "ex2.approx": power_of_two,
     "max.f16x2": larger_halves,
     "cvt.f32.f16": split_halves,
+    "cvt.rn.f16x2.f32 $0, $2, $1": round_to_pair,
+    "mov.b32 $0, {$1, $2}": join_halves,
     "s32.s8.s8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.int8), np.int64),
     "s32.s8.u8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.uint8), np.int64),
     "f32.f16.f16": lambda *x: multiply(x, _halves, _halves, np.float64),

@@ -41,9 +41,11 @@ def launches(
     batch: int,
     entries: int,
     queries: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
-    attend_module = importlib.import_module("tq_hf.kernels.attend")
+    schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
     def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
@@ -55,13 +57,16 @@ def launches(
         multi_processor_count=PROCESSORS[architecture],
         shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
-    monkeypatch.setattr(attend_module, "launch", record)
-    monkeypatch.setattr(attend_module, "_properties", lambda device: properties)
-    config = TurboQuantConfig.from_preset(preset)
-    layout = config.layout(dim, dim, torch.bfloat16)
+    monkeypatch.setattr(schedule_module, "launch", record)
+    monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
+    schedule_module.schedule.cache_clear()
+    from tq_hf.kernels.attend import attend
+
+    config = TurboQuantConfig.from_preset(preset, **options)
+    layout = config.layout(dim, dim, dtype)
 
     def vectors(*shape: int) -> Tensor:
-        return torch.empty(*shape, dim, dtype=torch.bfloat16)
+        return torch.empty(*shape, dim, dtype=dtype)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32)
@@ -71,7 +76,7 @@ def launches(
     rings = [vectors(batch, heads, slots) for _ in range(2)] + [vectors(batch, heads, sinks) for _ in range(2)]
     table = [numbers(batch, entries), numbers(entries, 2), numbers(batch), numbers(3)]
     balance = torch.empty(batch, heads, dim) if config.balance_keys else None
-    attend_module.attend(
+    attend(
         vectors(batch, heads * columns, queries), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance,
         None, None, layout.name, dim**-0.5, 0.0, True, entries,
     )  # fmt: skip
@@ -118,16 +123,55 @@ def resources(
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("preset", ["tq4", "4bit_nc"])
-def test_a_step_compiles(
-    monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path
-) -> None:
+def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path) -> None:
     found = launches(monkeypatch, architecture, preset, 128, 4, 2, 100)
-    assert list(found) == ["plan", "attend_exact", "decode", "combine"]
+    assert list(found) == ["prepare", "decode", "combine"]
     # Each kernel but the first may start early, where GPUs can do that, and only there.
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
-    assert early == (["attend_exact", "decode", "combine"] if architecture >= 90 else [])
-    for name in ("plan", "attend_exact", "combine"):
+    assert early == (["decode", "combine"] if architecture >= 90 else [])
+    assert found["decode"][3]["TAIL"]
+    for name in ("prepare", "combine"):
         assert resources(found[name], architecture, tmp_path)[1] == 0, name
+
+
+def test_exact_tokens_of_32_bits_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = launches(monkeypatch, 90, "tq4", 128, 4, 2, 100, dtype=torch.float32)
+    assert list(found) == ["prepare", "attend_exact", "decode", "combine"]
+    assert [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")] == list(found)[1:]
+    assert not found["decode"][3]["TAIL"]
+    for launch in found.values():
+        assert resources(launch, 90, tmp_path)[1] == 0
+
+
+@pytest.mark.parametrize("preset", ["tq4", "tq2"])
+@pytest.mark.parametrize(("rows", "thousands"), [(1, 8), (1, 32), (1, 128), (8, 32), (32, 32)])
+def test_slots_leave_room_for_exact_tokens(
+    monkeypatch: pytest.MonkeyPatch, preset: str, rows: int, thousands: int
+) -> None:
+    """All slots run at once, and programs of exact tokens, one after another in the places left, are done as early."""
+    module = importlib.import_module("tq_hf.kernels.schedule")
+    monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(major=9, multi_processor_count=132))
+    module.schedule.cache_clear()
+    config = TurboQuantConfig.from_preset(preset)
+    layout = config.layout(128, 128, torch.bfloat16)
+    ring, entries = config.recent_window + config.page_size, 1024 * thousands // config.page_size
+    plan = module.schedule(
+        layout.name, rows, 8, 4, 1, 1, ring, 4, torch.bfloat16, None, torch.device("cpu"), entries, True, False, False,
+        False,
+    )  # fmt: skip
+    places = 12 * 132  # 168 registers
+    assert plan.tail_programs == rows * (1 + ring // 16 + 1)
+    assert plan.decode.grid == (8, plan.slots + plan.tail_programs, 1)
+    free = places - 8 * plan.slots
+    turns = -(-8 * plan.tail_programs // free)
+    groups = -(-rows * entries * layout.groups // plan.slots)
+    assert turns == 1 or turns * module.TAIL_GROUPS <= groups
+    assert 8 * plan.slots >= 0.95 * places or groups <= 2
+
+
+def test_many_exact_tokens_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches(monkeypatch, 90, "tq4", 64, 4, 2, 100, recent_window=1024)
+    assert "attend_exact" in found and not found["decode"][3]["TAIL"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ..layout import PageLayout
 from .append import launch_advance_counters, launch_append_tokens
-from .attend import prepare_tables
 from .gather import launch_copy_exact, launch_unpack_pages
 from .lanes import keep_bytes, on_device
+from .schedule import prepare_tables
 from .store import launch_pack_pages
 
 

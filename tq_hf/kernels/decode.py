@@ -45,8 +45,10 @@ from .products import (
     load_operand,
     weight_operand,
 )
-from .query import QUERY_STEPS
+from .query import LOG2_E, QUERY_STEPS
+from .rows import store_run
 from .splits import row_splits, slot_of
+from .tail import attend_tail
 from .tiles import (
     field_words,
     lane_words,
@@ -59,6 +61,7 @@ from .tiles import (
     tile_groups,
 )
 from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
+from .workspace import section
 
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
 
@@ -133,25 +136,39 @@ def rotate_lanes(values, g):
     return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
-@triton.jit(do_not_specialize=["batch", "columns", "stride_page_ids", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        "batch", "columns", "group", "new", "ring_slots", "sinks", "tail_blocks", "tail_programs", "query_offset",
+        "stride_page_ids", "capacity", "mask_b", "mask_k", "stats_at", "factor_at", "rotated_at", "kept_at", "means_at",
+    ]
+)  # fmt: skip
 def decode(
-    p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
-    batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
+    p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_pool, p_tables, p_page_ids, p_row_start,
+    p_counters, p_mask, p_work, batch, columns, group, new, ring_slots, sinks, tail_blocks, tail_programs, query_offset,
+    stride_page_ids, capacity, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh,
+    stride_vt, mask_b, mask_k, stats_at, factor_at, rotated_at, kept_at, means_at, key_step, value_step, scaling, softcap,
+    L: tl.constexpr, NX: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+    ROTATE_BACK: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, slots), one warp each; `splits.py` says what a slot's program has to do.
+    """Grid (H, slots + tail_programs), one warp each; `splits.py` says what a slot's program has to do. The programs behind
+    them attend to exact tokens (`tail.py`): tail_blocks for each row of the batch and 8 columns.
 
     Args:
-        p_query: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys fp16.
-        p_factor: fp32 [B * H, columns], as for `packed.attend_packed`.
         p_tables: int32 [5, 32], `int8_tables`.
-        p_kept: int32 [B, capacity * groups], a bit for each token that counts (`plan.py`).
-        p_means: fp32 [B * H, capacity, columns], scores of the pages' mean keys in powers of two (`plan.py`), or None.
-        p_output, p_stats: of `combine.combine`; the results of slots come first.
-        capacity: entries that `p_kept` and `p_means` have room for.
+        p_mask: keep mask, bytes, the same for all queries; None keeps all.
+        p_work: fp32, and parts of it by where they start (in 16 bytes):
+            0 and stats_at: of `combine.combine`; the results of slots come first, then those of exact tokens.
+            factor_at: fp32 [B * H, columns], as for `packed.attend_packed`.
+            rotated_at: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys
+                fp16.
+            kept_at: int32 [B, capacity * groups], a bit for each token that counts.
+            means_at: where pages are centred, fp32 [B * H, capacity, columns], scores of their mean keys in powers of two.
+        query_offset: position of query 0 minus the committed length.
+        capacity: entries that there is room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
         TILE: groups of a tile, 1 or 2.
         LEAST, BATCH: of `splits.row_splits`.
+        TAIL: whether there are programs for exact tokens; CAUSAL: whether these are hidden from the queries before them.
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
@@ -159,7 +176,22 @@ def decode(
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
     SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
-    i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    i_h, heads = tl.program_id(0), tl.num_programs(0)
+    slot, slots = tl.program_id(1), tl.num_programs(1) - tail_programs
+    p_stats = section(p_work, stats_at, tl.float32)
+    if TAIL and slot >= slots:
+        if DEPENDENT:
+            gdc_launch_dependents()
+        i_s, row = (slot - slots) % tail_blocks, (slot - slots) // tail_blocks
+        attend_tail(
+            p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
+            p_work, p_stats, heads * slots, heads, i_h, row % batch, row // batch, i_s, tail_blocks, columns, group, new,
+            ring_slots, sinks, query_offset, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
+            stride_vh, stride_vt, mask_b, mask_k, scaling, softcap, L, CAUSAL,
+        )  # fmt: skip
+        if DEPENDENT:
+            gdc_wait()
+        return
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
 
@@ -176,7 +208,7 @@ def decode(
     first = start + i_s
     steps = tl.cdiv(tiles - first, n_s)
     p_pages = p_page_ids + i_b * stride_page_ids
-    p_kept += i_b * capacity * L.groups
+    p_kept = section(p_work, kept_at, tl.int32) + i_b * capacity * L.groups
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
     next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
     p_head = p_pool + (i_h * L.page_words + L.header_words)
@@ -200,11 +232,12 @@ def decode(
         own_columns = own_columns + [tl.minimum(lane_column(t, x, NX), columns - 1)]
     means = [tl.zeros([32], tl.float32)] * (len(pages) * NX)
     if L.centered:
-        p_means += i_bh.to(tl.int64) * capacity * columns
+        p_means = section(p_work, means_at, tl.float32) + i_bh.to(tl.int64) * capacity * columns
         means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
     zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
-    query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
+    query = load_operand(section(p_work, rotated_at, tl.int32) + row * (L.key_padded // 2), columns, L, NX)
+    p_factor = section(p_work, factor_at, tl.float32)
     slope = []
     for x in tl.static_range(NX):
         slope = slope + [tl.load(p_factor + row + own_columns[x]) * key_step]
@@ -253,7 +286,7 @@ def decode(
                     if SCALED:
                         y = tl.fma(y, slope[x], means[u % PAGES * NX + x])
                     if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-                        y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
+                        y = LOG2_E * (softcap - 2 * softcap / (power_of_two(y * (2 * LOG2_E)) + 1))
                     scores = scores + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
         keys = next_keys
@@ -313,10 +346,7 @@ def decode(
             vector = vector + [tl.fma(sums[i * NX + x], factor, offset)]
         if ROTATE_BACK:
             vector = rotate_lanes(vector, g)
-        p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
-        for i in tl.static_range(0, DIMS, 4):
-            y = tl.join(tl.join(vector[i], vector[i + 2]), tl.join(vector[i + 1], vector[i + 3])).reshape(32, 4)
-            tl.store(p_row + i, y, mask=inside[:, None])
+        store_run(p_work + ((row + column) * L.value_padded + g * DIMS), vector, inside, tl.float32)
 
 
 @lru_cache(maxsize=None)
