@@ -267,7 +267,13 @@ class TurboQuantLayer(CacheLayerMixin):
 
         Returns:
             [B, q, Hq, Dv] in the query's dtype.
+
+        Raises:
+            ValueError: a tensor on another device than the cache's.
         """
+        if error := ops.device_error(self.device, query, mask, aux_sinks):
+            self.drop(step)
+            raise ValueError(error)
         key, value = step.key, step.value
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)

@@ -188,6 +188,14 @@ def mask_error(mask: Tensor, query: Tensor, keys: int, may_be_wider: bool = Fals
     )
 
 
+def device_error(device: torch.device, *tensors: Tensor | None) -> str | None:
+    """What is wrong with tensors that kernels would read on `device`, by address alone; None if nothing is."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            return f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there."
+    return None
+
+
 def attend_exact(
     query: Tensor,
     key: Tensor,
@@ -210,6 +218,8 @@ def attend_exact(
         [B, q, Hq, Dv] in the query's dtype.
     """
     batch, heads, keys, key_dim = key.shape
+    if error := device_error(key.device, query, value, mask, aux_sinks):
+        raise ValueError(error)
     if mask is not None and (error := mask_error(mask, query, keys, may_be_wider=True)):
         raise ValueError(error)
     layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")

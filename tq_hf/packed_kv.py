@@ -192,10 +192,8 @@ def densify(value: Any) -> Any:
     return value
 
 
-def kept_positions(mask: Tensor | None, batch_size: int) -> Tensor | None:
+def kept_positions(mask: Tensor, batch_size: int) -> Tensor:
     """Which positions of each row are not padding, [B, kv]: those that some query may see."""
-    if mask is None:
-        return None
     seen = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].any(1)
     return seen.expand(batch_size, -1)
 
