@@ -274,14 +274,14 @@ class TurboQuantLayer(CacheLayerMixin):
         if error := ops.device_error(self.device, query, mask, aux_sinks):
             self.drop(step)
             raise ValueError(error)
-        key, value = step.key, step.value
+        key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)
             key, value = key[:, :, :0], value[:, :, :0]
         out = ops.attend(
-            _plain(query),
-            _rows(key),
-            _rows(value),
+            query.detach() if query.requires_grad else query,
+            key,
+            value,
             *self._state(),
             mask,
             aux_sinks,
@@ -303,7 +303,8 @@ class TurboQuantLayer(CacheLayerMixin):
         """
         if step.committed:
             return
-        table, new, key = self.table, step.new, _rows(step.key)
+        table, new = self.table, step.new
+        key, value = step.rows
         if table.is_static:
             due = (new + self.config.page_size - 1) // self.config.page_size  # at most
             starts = new > 1 or step.is_first
@@ -326,7 +327,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 self._grow(table.pages.capacity)
         ops.commit(
             key,
-            _rows(step.value),
+            value,
             *self._state(),
             self.flags,
             keep,
@@ -348,7 +349,7 @@ class TurboQuantLayer(CacheLayerMixin):
     def _observe(self, query: Tensor | None, key: Tensor, keep: Tensor | None) -> None:
         """Take the new tokens' part in the balance of key channels, before they are committed."""
         if query is not None:
-            query = _plain(query)
+            query = query.detach()
             if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
                 query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
         ops.observe(
@@ -494,17 +495,6 @@ class TurboQuantLayer(CacheLayerMixin):
 def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
     """All that `_validate` looks at."""
     return key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
-
-
-def _plain(states: Tensor) -> Tensor:
-    """States without a gradient."""
-    return states.detach() if states.requires_grad else states
-
-
-def _rows(states: Tensor) -> Tensor:
-    """States as the ops want them: no gradient, each vector contiguous."""
-    states = _plain(states)
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _over_capacity(limit: int) -> str:

@@ -102,9 +102,13 @@ def has_kernels(layout: str) -> bool:
     return page.scale != "norm" or page.key_format != "lloyd_max"
 
 
+def _position(op: str, argument: str) -> int | None:
+    names = [a.name for a in getattr(torch.ops.tq_hf, op).default._schema.arguments]
+    return names.index(argument) if argument in names else None
+
+
 def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
-    names = [argument.name for argument in getattr(torch.ops.tq_hf, name).default._schema.arguments]
-    layout = names.index("layout") if "layout" in names else None
+    layout = _position(name, "layout")
 
     @lru_cache(maxsize=None)
     def implementation(layout: str | None) -> Callable[..., Any]:
@@ -124,12 +128,14 @@ def _without_dispatcher(name: str, in_reference: Callable[..., Any]) -> Callable
     """The op of this name, past torch's dispatcher where tensors are on a GPU and nothing traces or intercepts the call:
     the dispatcher takes the host longer than a kernel's launch."""
     registered, on_cuda = getattr(torch.ops.tq_hf, name), _on_cuda(name, in_reference)
-    # A tensor that every call has: a query may be missing.
-    tensor = next(i for i, a in enumerate(registered.default._schema.arguments) if str(a.type) == "Tensor")
+    counters = _position(name, "counters")  # a tensor that every op has
+    assert counters is not None
 
     def call(*args: Any) -> Any:
-        seen = torch.compiler.is_compiling() or type(args[tensor]) is not Tensor or torch._C._len_torch_dispatch_stack() > 0
-        return on_cuda(*args) if not seen and args[tensor].is_cuda else registered(*args)
+        traced = torch.compiler.is_compiling() or type(args[counters]) is not Tensor
+        if traced or not args[counters].is_cuda or torch._C._len_torch_dispatch_stack() > 0:
+            return registered(*args)
+        return on_cuda(*args)
 
     return call
 

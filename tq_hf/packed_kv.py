@@ -25,20 +25,28 @@ class Step:
 
     Attributes:
         key, value: [B, H, n, D / Dv], the raw states.
+        rows: the same as the ops want them: no gradient, each vector contiguous.
         new: n, the number of these tokens.
         is_first: nothing was cached before; attention over the raw states is complete.
         start: positions cached before these tokens (host knowledge; the dynamic mode only).
         committed: whether the layer has taken the tokens in.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "start", "value")
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "rows", "start", "value")
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
         self.layer, self.key, self.value = layer, key, value
+        self.rows = (_row_vectors(key), _row_vectors(value))
         self.new = key.shape[2]
         self.is_first, self.start = is_first, start
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
+
+
+def _row_vectors(states: Tensor) -> Tensor:
+    if states.requires_grad:
+        states = states.detach()
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 class PackedKV:
