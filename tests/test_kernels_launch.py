@@ -200,22 +200,24 @@ PYTHON = ("python", *GRID, "stream", "function", "metadata", None, None, None, *
 
 
 @pytest.mark.parametrize(
-    ("version", "scratch", "expected"),
+    ("version", "needs", "expected"),
     [
-        ("3.5.1", 0, OLD),
-        ("3.6.0", 0, OLD),
-        ("3.7.1", 0, NEW),
-        ("3.9.0+git1234", 0, NEW),
-        ("3.10.0", 0, PYTHON),
-        ("3.6.0", 128, PYTHON),
+        ("3.5.1", {}, OLD),
+        ("3.6.0", {}, OLD),
+        ("3.7.1", {}, NEW),
+        ("3.9.0+git1234", {}, NEW),
+        ("3.10.0", {}, PYTHON),
+        ("3.6.0", {"global_scratch_size": 128}, PYTHON),
+        ("3.6.0", {"profile_scratch_size": 128}, PYTHON),
+        ("3.9.0", {"gsan_enabled": True}, PYTHON),
     ],
 )
 def test_the_drivers_function_gets_what_its_release_expects(
-    version: str, scratch: int, expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    version: str, needs: dict[str, Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "__version__", version)
     run = CudaLauncher()
-    run.global_scratch_size = scratch
+    vars(run).update(needs)
     compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
     driver_launch(compiled)(GRID, "stream", ARGUMENTS)  # type: ignore[arg-type]
     assert run.seen == expected

@@ -73,13 +73,13 @@ class Launcher:
 
 
 def driver_launch(compiled: Any) -> Callable[[Grid, int, tuple[Any, ...]], None]:
-    """A compiled kernel's launch (by grid, stream and arguments), without what the driver's Python does for kernels that
-    need scratch memory, where this is such a driver."""
+    """A compiled kernel's launch, by grid, stream and arguments: the C function of Triton's driver, where this is a driver
+    whose function is known and the kernel needs none of what the Python around it does (scratch memory, the sanitizer)."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     nothing = (None, None, None)  # for the hooks and what they are told
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    scratch = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
-    if type(run).__name__ != "CudaLauncher" or not OLDEST <= release <= NEWEST or scratch != [0, 0]:
+    is_known = type(run).__name__ == "CudaLauncher" and OLDEST <= release <= NEWEST
+    if not is_known or run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return lambda grid, stream, arguments: run(*grid, stream, function, metadata, *nothing, *arguments)
     launch, how, memory = run.launch, (run.launch_cooperative_grid, run.launch_pdl), (None, None)
     if release < (3, 7):
