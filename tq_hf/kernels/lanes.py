@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codebooks import boundaries, levels
+from ..codebooks import levels
 from ..layout import GROUP_TOKENS, PageLayout
 from ..rotation import hadamard_signs
 
@@ -111,26 +111,6 @@ def signs(dim_padded: int, keys: bool, device: torch.device) -> Tensor:
 def code_levels(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
     """The level of each code, fp16 [2**bits] (exact)."""
     return levels(bits, dim, codebook).to(torch.float16).to(device)
-
-
-@lru_cache(maxsize=None)
-def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as the constants of `store.quantize`.
-
-    Returns:
-        fp32 [2, 2**(bits - 1)]. Row 0: the largest number below the lower boundary of magnitude m, times -2**30, so that a
-        multiply-add that saturates to 0..1 tells whether a value reaches the boundary. Row 1: what passing the boundary
-        adds, 2**20 for the index plus the step of the level's square times 2**17; its first entry starts with 2**23, so
-        that the sum's bit pattern holds the integers.
-    """
-    half = 2 ** (bits - 1)
-    lower = boundaries(bits, dim, codebook)[half - 1 :]
-    below = torch.nextafter(lower, torch.zeros_like(lower)) * -(2.0**30)
-    # Levels are below 2.8, so these are below 2**20.
-    squares = (levels(bits, dim, codebook)[half:].double().square() * 2.0**17).round()
-    steps = 2.0**20 + squares.diff(prepend=squares.new_zeros(1))
-    steps[0] += 2.0**23 - 2.0**20
-    return torch.stack([below, steps.float()]).to(device)
 
 
 def block_dim(dim: int) -> int:

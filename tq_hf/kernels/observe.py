@@ -7,26 +7,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, SMALLEST
-from .lanes import block_dim, keep_bytes, on_device
-from .store import load_vectors, token_rows
+from .encode import split_last8
+from .lanes import block_dim, keep_bytes, on_device, row_pointers
+from .launch import launch, power_of_two
+from .store import token_rows
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
 SHARE_OF_PARTNER = tl.constexpr(PARTNER_SHARE)
+TOKENS = tl.constexpr(8)  # loaded at once
 
 
 @triton.jit
 def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, p_keep,
                  keep_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The keys at positions start to start + 31, zero where they don't count, and which ones do."""
-    rows = token_rows(start, length, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, DIM)
-    position = start + tl.arange(0, 32)
+    """The keys at positions start to start + 31, fp32, zero where they don't count, and which ones do."""
+    token = tl.arange(0, 32)
+    d = tl.arange(0, BLOCK)
+    rows = token_rows(start, token, length, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, DIM)
+    position = start + token
     counts = (position >= first) & (position < last)
     if p_keep is not None:
         counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
-    return load_vectors(rows, counts, DIM, BLOCK)
+    x = tl.load(row_pointers(*rows, d), mask=counts[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    counts = counts & (tl.sum(x * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
+    return tl.where(counts[:, None], x, 0.0), counts
 
 
 @triton.jit
@@ -73,14 +80,20 @@ def observe_tokens(
     if p_query is not None:
         i_g = tl.arange(0, GROUP_BLOCK)
         p_heads = p_query + i_b.to(tl.int64) * stride_qb + (i_h * GROUP + i_g).to(tl.int64) * stride_qh
-        for position in range(tl.maximum(length, first), last):  # one by one: the sum is the same for all chunks
-            p_token = p_heads + (position - length).to(tl.int64) * stride_qt
-            mask = (i_g < GROUP)[:, None] & inside[None, :]
-            x = tl.load(p_token[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            counts = tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0  # infinities and NaN times zero are NaN
+        p_heads = p_heads[None, :, None] + d[None, None, :]
+        of_head = (i_g < GROUP)[None, :, None] & inside[None, None, :]
+        for start in tl.range(tl.maximum(length, first), last, TOKENS, num_stages=3):
+            position = start + tl.arange(0, TOKENS)
+            counts = position < last
+            p_tokens = p_heads + ((position - length).to(tl.int64) * stride_qt)[:, None, None]
+            x = tl.load(p_tokens, mask=counts[:, None, None] & of_head, other=0.0).to(tl.float32)
             if p_keep is not None:
-                counts = counts & (tl.load(p_keep + keep_row + position) != 0)
-            energy += tl.where(counts, tl.sum(x * x, 0), 0.0)
+                counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
+            counts = counts & (tl.sum(tl.sum(x * 0.0, 2), 1) == 0.0)  # infinities and NaN times zero are NaN
+            squares = tl.where(counts[:, None], tl.sum(x * x, 1), 0.0)  # [TOKENS, BLOCK]
+            each = split_last8(squares.trans(1, 0))
+            for i in tl.static_range(TOKENS):  # one by one: the sum is the same for all chunks
+                energy += each[i]
     tl.store(p_energy + head + d, energy, mask=inside)
     if page_end + window > length + n:
         return
@@ -129,11 +142,12 @@ def observe(
     if query is not None and query.stride(-1) != 1:
         query = query.contiguous()
     keep = keep_bytes(keep)
+    group_block, block = power_of_two(group), block_dim(dim)
     with on_device(key.device):
-        observe_tokens[(1, heads, batch)](
-            query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
-            *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
-            0 if keep is None else keep.stride(0),
-            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, CENTERED=center_keys, DIM=dim,
-            BLOCK=block_dim(dim), num_warps=4,
+        launch(
+            observe_tokens, (1, heads, batch), {"num_warps": max(4, min(16, group_block * block // 256))},
+            (query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
+             *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
+             0 if keep is None else keep.stride(0)),
+            GROUP=group, GROUP_BLOCK=group_block, PAGE=page_size, CENTERED=center_keys, DIM=dim, BLOCK=block,
         )  # fmt: skip
