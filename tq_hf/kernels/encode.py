@@ -1,15 +1,14 @@
-"""Encodes rotated vectors: a warp a group, each code made in a lane that is as good as the one that stores it.
+"""Encodes rotated vectors: a warp a group, in registers from the load to the stored words.
 
 A Hadamard matrix of order D is the Kronecker product of one of order D/4 (the *top*) and the 4 x 4 one: dimension 4k + i has
-number k among the tops. The top is multiplied by tensor cores, for each i apart, the small one by additions in a lane.
+number k among the tops. Tensor cores multiply by the top, for each i apart; the small one takes additions in a lane.
 
-Lane 4g + t has tokens 8r + g (r in 0..3) from the load to the codes, as rows of `mma` fragments go. It loads dimensions
-32m + 8t .. 32m + 8t + 7 of each, a *piece* for every m. A pair of tops, at dimensions i and 4 + i of a piece, is then a word
-of the left operand, and the columns of the product are named so that a lane gets what it packs (`rotation_fragments`): for
-each chunk c, the dimensions t * D/4 + 8c + 4b + i of a key. Those of a value are n * D/8 + 4c + i for columns n = 2t + b; their
-codes change lanes once they are four bits long.
+Lane 4g + t has tokens 8r + g (r in 0..3), as rows of `mma` fragments go. It loads dimensions 32m + 8t to 32m + 8t + 7 of
+each, a *piece* for every m. The two tops of a piece make a word of the left operand for each i. The columns of the product
+are named (`rotation_fragments`) so that a lane gets what it packs: for each chunk c, the dimensions t * D/4 + 8c + 4b + i of
+a key. Those of a value are n * D/8 + 4c + i in columns n = 2t + b; their codes change lanes once they are four bits long.
 
-A word is a register of two fp16, for b = 0 and 1.
+A word is a register of two fp16; those of rotated coordinates belong to b = 0 and 1.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from .warp import (
 
 FP16_MAX = tl.constexpr(65504.0)
 LARGEST = tl.constexpr(3.4028234663852886e38)
-# Vectors are scaled to coordinates of this standard deviation, for which neighbouring fp16 at the lowest boundary (above 1/4)
-# are half a step apart.
+# Vectors are scaled to coordinates of this standard deviation: the lowest boundary is above a quarter of it, where fp16 are
+# half apart, and no coordinate exceeds 16 times as much.
 UNIT = tl.constexpr(2048.0)
 TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
 ONES = tl.constexpr(0x3C003C00)
@@ -145,17 +144,14 @@ def lane_tokens(bits):
 
 
 @triton.jit
-def add_tokens(total, vectors, counted, share: tl.constexpr, SOME: tl.constexpr):
-    """`total`, a block [32, 8] a piece, and with it the pieces times a share; with SOME, of `counted` tokens (four [32])."""
+def add_tokens(total, vectors, share: tl.constexpr):
+    """`total`, a block [32, 8] a piece, and with it the pieces of a lane's four tokens times a share."""
     PIECES: tl.constexpr = len(total)
     sums = []
     for m in tl.static_range(PIECES):
         x = total[m]
         for r in tl.static_range(4):
-            y = vectors[r * PIECES + m].to(tl.float32)
-            if SOME:
-                y = tl.where(counted[r][:, None], y, 0.0)
-            x += y * share
+            x += vectors[r * PIECES + m].to(tl.float32) * share
         sums = sums + [x]
     return sums
 

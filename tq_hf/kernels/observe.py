@@ -21,16 +21,15 @@ TOKENS = tl.constexpr(8)  # loaded at once
 
 
 @triton.jit
-def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, p_keep,
-                 keep_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def counted_keys(start, first, last, source, p_keep, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """The keys at positions start to start + 31, fp32, zero where they don't count, and which ones do."""
     token = tl.arange(0, 32)
     d = tl.arange(0, BLOCK)
-    rows = token_rows(start, token, length, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, DIM)
+    rows = token_rows(start, token, *source, DIM)
     position = start + token
     counts = (position >= first) & (position < last)
     if p_keep is not None:
-        counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
+        counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
     x = tl.load(row_pointers(*rows, d), mask=counts[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
     counts = counts & (tl.sum(x * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
     return tl.where(counts[:, None], x, 0.0), counts
@@ -62,7 +61,7 @@ def observe_tokens(
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, CENTERED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1, H, B), as `store.token_rows` expects."""
+    """Grid (1, H, B)."""
     i_h, i_b = tl.program_id(1), tl.program_id(2)
     head = (i_b * tl.num_programs(1) + i_h) * DIM
     if tl.load(p_balance + head) != 0:
@@ -73,7 +72,8 @@ def observe_tokens(
     # The row's first page is the one that ends behind `first`; it may not be due yet.
     page_end = packed_end + PAGE * tl.maximum(tl.cdiv(first + 1 - packed_end, PAGE), 1)
     last = tl.minimum(length + n, page_end + window)
-    keep_row = i_b.to(tl.int64) * stride_keep
+    if p_keep is not None:
+        p_keep += i_b.to(tl.int64) * stride_keep
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     energy = tl.load(p_energy + head + d, mask=inside, other=0.0)
@@ -88,7 +88,7 @@ def observe_tokens(
             p_tokens = p_heads + ((position - length).to(tl.int64) * stride_qt)[:, None, None]
             x = tl.load(p_tokens, mask=counts[:, None, None] & of_head, other=0.0).to(tl.float32)
             if p_keep is not None:
-                counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
+                counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
             counts = counts & (tl.sum(tl.sum(x * 0.0, 2), 1) == 0.0)  # infinities and NaN times zero are NaN
             squares = tl.where(counts[:, None], tl.sum(x * x, 1), 0.0)  # [TOKENS, BLOCK]
             each = split_last8(squares.trans(1, 0))
@@ -97,21 +97,21 @@ def observe_tokens(
     tl.store(p_energy + head + d, energy, mask=inside)
     if page_end + window > length + n:
         return
-    slots = window + PAGE
+    p_head = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
+    p_slots = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * (window + PAGE) * DIM
+    source = (length, p_head, stride_kt, p_slots, window + PAGE)
     spread = tl.zeros([BLOCK], tl.float32)
     for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
         mean = tl.zeros([BLOCK], tl.float32)
         if CENTERED:
             count = 0
             for start in range(block, block + PAGE, 32):
-                x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt,
-                                         p_ring, slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+                x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
                 mean += tl.sum(x, 0)
                 count += tl.sum(counts.to(tl.int32), 0)
             mean /= tl.maximum(count, 1)
         for start in range(block, block + PAGE, 32):
-            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
-                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
     tl.store(p_balance + head + d, balance_factors(energy, spread, d, DIM), mask=inside)

@@ -43,66 +43,59 @@ from .launch import launch
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
+REGISTERS = 144  # of a thread, up to 128 dimensions: 14 programs on a multiprocessor, for a few words on the stack
 
 
 @triton.jit
-def token_rows(start, token, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
-    """Where positions start + token are, token a block of 0 to 31: which are committed, their pointers in the ring, and
-    among the new tokens."""
-    p_first = p_new + (
-        i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t
-    )
+def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.constexpr):
+    """Where positions start + token of a head are, token a block of 0 to 31: which are committed, their pointers in the
+    head's ring, and among its new tokens."""
     slot = start % slots + token
     slot = tl.where(slot < slots, slot, slot - slots)
-    p_head = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots * DIM
-    return start + token < length, p_head + slot * DIM, p_first + token * stride_t
+    p_first = p_new + (start - length).to(tl.int64) * stride
+    return start + token < length, p_ring + slot * DIM, p_first + token * stride
 
 
 @triton.jit
-def load_group(start, first, source, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """The vectors at positions start to start + 31, as `encode.py` has them, zeros before `first`; and which are not.
+def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl.constexpr):
+    """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
+    there is one, and that have a bit set; zeros for others. And which these are.
 
-    `source`: the arguments of `token_rows` from `length` to `slots`, as below.
+    `source`: the arguments of `token_rows` from `length` to `slots`.
     """
     vectors = []
-    real = []
+    loaded = []
     for r in tl.static_range(4):
         token = 8 * r + tl.arange(0, 32) // 4
-        rows = token_rows(start, token, *source, DIM)
-        real = real + [start + token >= first]
-        vectors = vectors + load_pieces(*rows, real[r], DIM, PIECES)
-    return vectors, real
+        real = (start + token >= first) & ((bits >> token) & 1 != 0)
+        if p_keep is not None:
+            real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, DIM, PIECES)
+        loaded = loaded + [real]
+    return vectors, loaded
 
 
 @triton.jit
-def page_sum(start, first, source, p_keep, DIM: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr,
-             FINITE: tl.constexpr):  # fmt: skip
-    """The sum of a page's keys over the page size, and the number of keys in it: those that the mask keeps, or all. Without
-    `FINITE` one that is not finite spoils the sum.
-
-    Every group's program computes it, so that none waits for another.
-    """
-    token = tl.arange(0, 32)
+def page_sum(start, first, source, p_keep, only_finite, DIM: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr):
+    """The sum of a page's keys over the page size, and the number of keys in it: those that the mask keeps, or all. Unless
+    `only_finite`, a key that is not spoils the sum."""
     total = [tl.zeros([32, 8], tl.float32)] * PIECES
-    count = 0
+    count = tl.zeros([32], tl.int32)
+    token = tl.arange(0, 32)
     for i in range(GROUPS):
         tile = start + 32 * i
-        keys, counted = load_group(tile, first, source, DIM, PIECES)
-        some = tile + token >= first
-        if p_keep is not None:
-            some = some & (tl.load(p_keep + tile + token, mask=some, other=0) != 0)
-        if FINITE:
-            _, _, some = survey(token_rows(tile, token, *source, DIM), some, DIM, 32 * PIECES)
-        MASKED: tl.constexpr = p_keep is not None or FINITE
-        if MASKED:
-            counted = lane_tokens(token_bits(some))
-        # Divided first, so that no sum of finite keys overflows. Those that are not real are zeros.
-        total = add_tokens(total, keys, counted, 1.0 / (32 * GROUPS), MASKED)
-        count += tl.sum(some.to(tl.int32), 0)
+        bits = -1
+        if only_finite:
+            _, _, finite = survey(token_rows(tile, token, *source, DIM), tile + token >= first, DIM, 32 * PIECES)
+            bits = token_bits(finite)
+        keys, counted = load_group(tile, first, source, p_keep, bits, DIM, PIECES)
+        total = add_tokens(total, keys, 1.0 / (32 * GROUPS))  # divided first, so that no sum of finite keys overflows
+        for r in tl.static_range(4):
+            count += counted[r].to(tl.int32)
     sums = []
     for m in tl.static_range(PIECES):
         sums = sums + [over_tokens(total[m])]
-    return sums, count
+    return sums, tl.sum(count, 0) // 4
 
 
 @triton.jit
@@ -248,21 +241,23 @@ def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.conste
     return tl.max((real & ~usable).to(tl.int32), 0), tl.max(saturated.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["n", "window", "sinks", "stride_page_ids", "stride_keep"])
+@triton.jit(do_not_specialize=["heads", "n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
     p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_balance, p_flags, p_keep,
     p_key_fragments, p_key_cells, p_value_fragments, p_value_cells,
-    n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
+    heads, n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
     L: tl.constexpr, FITTED: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (2 * groups * max_due, H, B): keys or values, group and due page; head; row.
+    """Grid (H * 2 * groups * max_due, B): head, keys or values, group and due page; row. What stands side by side in memory,
+    the heads' vectors of a token, is read at about the same time.
 
     AWAITED: whether the next kernel may start before this one has finished, and waits for it.
     """
     if AWAITED:
         gdc_launch_dependents()
-    i_h, i_b = tl.program_id(1), tl.program_id(2)
-    i_part = tl.program_id(0)
+    i_b = tl.program_id(1)
+    i_h = tl.program_id(0) % heads
+    i_part = tl.program_id(0) // heads
     i_group = i_part // 2 % L.groups
     i_due = i_part // (2 * L.groups)
     PAGE: tl.constexpr = 32 * L.groups
@@ -273,24 +268,31 @@ def pack_pages(
     i_page = tl.load(p_page_ids + i_b * stride_page_ids + tl.load(p_counters + 2) + i_due)
     if i_page < 0:
         return
-    p_page = p_pool + (i_page.to(tl.int64) * tl.num_programs(1) + i_h) * L.page_words
+    p_page = p_pool + (i_page.to(tl.int64) * heads + i_h) * L.page_words
     p_codes = p_page + L.header_words + i_group * L.group_words
     p_metadata = (p_codes + L.key_words * 32 + L.value_words * 32).to(tl.pointer_type(tl.float16))
     start = packed_end + i_due * PAGE
     first = tl.load(p_row_start + i_b) + sinks  # what a mask hides now, a later one may show: it is stored
     tile = start + i_group * 32
     token = tl.arange(0, 32)
+    ring = (i_b * heads + i_h).to(tl.int64) * (window + PAGE)
     if i_part % 2 == 0:
-        source = (length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, window + PAGE)
+        p_head = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
+        source = (length, p_head, stride_kt, p_ring_key + ring * L.key_dim, window + PAGE)
         rows = token_rows(tile, token, *source, L.key_dim)
         if L.key_format == "lloyd_max":
             PIECES: tl.constexpr = L.key_padded // 32
             mean = None
             if L.centered:
                 p_kept = None if p_keep is None else p_keep + i_b.to(tl.int64) * stride_keep
-                total, count = page_sum(start, first, source, p_kept, L.key_dim, PIECES, L.groups, False)
-                if not_finite(total):
-                    total, count = page_sum(start, first, source, p_kept, L.key_dim, PIECES, L.groups, True)
+                # Every group's program computes the mean, so that none waits for another.
+                total = [tl.zeros([32, 8], tl.float32)] * PIECES
+                count = 0
+                spoilt = True
+                for attempt in range(2):  # again without keys that are not finite, if there are any
+                    if spoilt:
+                        total, count = page_sum(start, first, source, p_kept, attempt != 0, L.key_dim, PIECES, L.groups)
+                        spoilt = not_finite(total)
                 mean = []
                 for m in tl.static_range(PIECES):
                     x = saturate(total[m] * (PAGE / tl.maximum(count, 1))).to(tl.float16)
@@ -301,11 +303,11 @@ def pack_pages(
                     mean = mean + [x.to(tl.float32)]
             factors = None
             if p_balance is not None:
-                p_factors = p_balance + (i_b * tl.num_programs(1) + i_h) * L.key_dim
+                p_factors = p_balance + (i_b * heads + i_h) * L.key_dim
                 factors = []
                 for m in tl.static_range(PIECES):
                     factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
-            keys, real = load_group(tile, first, source, L.key_dim, PIECES)
+            keys, real = load_group(tile, first, source, None, -1, L.key_dim, PIECES)
             words, norms, overflow = operand_words(keys, real, mean, factors)
             lost = 0
             if overflow:  # as keys are not finite, or only as they are large
@@ -316,10 +318,11 @@ def pack_pages(
             lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, True)
     else:
         p_codes += 32 * L.key_words
-        source = (length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, window + PAGE)
+        p_head = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh)
+        source = (length, p_head, stride_vt, p_ring_value + ring * L.value_dim, window + PAGE)
         rows = token_rows(tile, token, *source, L.value_dim)
         if L.value_format == "lloyd_max":
-            values, real = load_group(tile, first, source, L.value_dim, L.value_padded // 32)
+            values, real = load_group(tile, first, source, None, -1, L.value_dim, L.value_padded // 32)
             words, norms, overflow = operand_words(values, real, None, None)
             lost = 0
             if overflow:
@@ -337,6 +340,7 @@ class Packing(NamedTuple):
 
     spec: PageSpec
     fitted: bool
+    options: dict[str, int]
     tables: tuple[Tensor | None, ...]
     """The constants of `encode.encode` for keys, then for values; None for what is not rotated."""
 
@@ -352,7 +356,10 @@ def packing(layout: PageLayout, device: torch.device) -> Packing:
             tables += [rotation_fragments(dim, keys, device), magnitude_cells(bits, dim, layout.codebook, device)]
         else:
             tables += [None, None]
-    return Packing(page_spec(layout), layout.scale == "fitted", tuple(tables))
+    options = {"num_warps": 1}
+    if max(layout.key_dim_padded, layout.value_dim_padded) <= 128:
+        options["maxnreg"] = REGISTERS
+    return Packing(page_spec(layout), layout.scale == "fitted", options, tuple(tables))
 
 
 def launch_pack_pages(
@@ -380,9 +387,9 @@ def launch_pack_pages(
     """
     batch, heads, n, _ = key.shape
     launch(
-        pack_pages, (2 * packing.spec.groups * max_due, heads, batch), {"num_warps": 1},
+        pack_pages, (heads * 2 * packing.spec.groups * max_due, batch), packing.options,
         (key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *packing.tables,
-         n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
+         heads, n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
          0 if keep is None else keep.stride(0)),
         L=packing.spec, FITTED=packing.fitted, AWAITED=overlap,
     )  # fmt: skip
