@@ -12,6 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .lanes import block_dim, row_pointers
 from .launch import cdiv, launch
 
+USUAL: dict[str, Any] = {"num_warps": 4}
+EARLY: dict[str, Any] = USUAL | {"launch_pdl": True}  # it may start before the kernel ahead of it has finished
+
 
 @triton.jit(do_not_specialize=["n", "tail", "window", "sinks"])
 def append_tokens(
@@ -99,7 +102,7 @@ def launch_append_tokens(
     rows = 8 if tail + sinks <= 8 else 16
     chained = after_packing and overlap
     launch(
-        append_tokens, (cdiv(tail + sinks, rows), heads, key.shape[0]), early(4, chained),
+        append_tokens, (cdiv(tail + sinks, rows), heads, key.shape[0]), EARLY if chained else USUAL,
         (key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
          n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3]),
         PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
@@ -110,10 +113,5 @@ def launch_append_tokens(
 def launch_advance_counters(counters: Tensor, n: int, page_size: int, recent_window: int, overlap: bool) -> None:
     """Step 3 of `commit.commit`."""
     launch(
-        advance_counters, (1,), early(1, overlap), (counters, n, recent_window), PAGE=page_size, CHAINED=overlap
+        advance_counters, (1,), EARLY if overlap else USUAL, (counters, n, recent_window), PAGE=page_size, CHAINED=overlap
     )  # fmt: skip
-
-
-def early(warps: int, may_start_early: bool) -> dict[str, Any]:
-    """Launch options of a kernel that may start before the one ahead of it has finished."""
-    return {"num_warps": warps, "launch_pdl": True} if may_start_early else {"num_warps": warps}

@@ -27,7 +27,6 @@ from .dequant import split_last4
 from .lanes import lane_word_offset, metadata_offset
 from .tiles import lane_words, load_lane_words
 from .warp import (
-    lane_xor,
     multiply_add_halves,
     multiply_fp16,
     pack_halves,
@@ -105,9 +104,8 @@ def join4(x0, x1, x2, x3):
 
 @triton.jit
 def sum_of_four(x):
-    """The sum over the four lanes that share g."""
-    x += lane_xor(x, 1)
-    return x + lane_xor(x, 2)
+    """The sum [32] over the four lanes that share g, in each of them."""
+    return tl.sum(x.reshape(8, 4), 1)[:, None].broadcast_to(8, 4).reshape(32)
 
 
 @triton.jit

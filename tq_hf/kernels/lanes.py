@@ -19,6 +19,7 @@ from torch import Tensor
 from ..codebooks import levels
 from ..layout import GROUP_TOKENS, PageLayout
 from ..rotation import hadamard_signs
+from .launch import power_of_two
 
 CHUNK = 32
 
@@ -115,12 +116,12 @@ def code_levels(bits: int, dim: int, codebook: str, device: torch.device) -> Ten
 
 def block_dim(dim: int) -> int:
     """The block size that holds a padded dimension: a power of two."""
-    return triton.next_power_of_2(dim)
+    return power_of_two(dim)
 
 
 @lru_cache(maxsize=None)
 def constants(layout: PageLayout) -> dict[str, Any]:
-    """The `tl.constexpr` arguments that describe a layout to `store.pack_pages` and `gather.unpack_pages`."""
+    """The `tl.constexpr` arguments that describe a layout to `gather.unpack_pages`."""
     sides: dict[str, Any] = {}
     for side in ("key", "value"):
         field = f"{side}_scale"
