@@ -64,6 +64,30 @@ def larger_halves(a, b):
 
 
 @triton.jit
+def pack_halves(low, high):
+    """Two fp32 as the two fp16 of a word."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def multiply_add_halves(a, b, c):
+    """a * b + c for both fp16 of words, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def saturated_multiply_add_halves(a, b, c):
+    """`multiply_add_halves` clamped to 0..1; 0 for NaN."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def split_halves(word):
     """The two fp16 of a word in fp32, the low half first."""
     low, high = tl.inline_asm_elementwise(
@@ -125,9 +149,7 @@ def round_to_pair(low, high, DTYPE: tl.constexpr):
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        word = tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
+        word = pack_halves(low, high)
     return word
 
 
