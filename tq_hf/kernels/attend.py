@@ -35,9 +35,10 @@ PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
 PROGRAMS_PER_SM = {8: 12, 16: 8}
 PROGRAMS_PER_SM_WIDE = 9
 EXTEND_COLUMNS = 17  # from so many on, the extend kernel is faster than the packed one
+EXTEND_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor from which on its large tiles fit
+EXTEND_STAGES = 3  # tiles on their way, the present one included
+MIN_TILES = 3  # tiles that a split of it should have
 BUFFER_BYTES = 1 << 14  # groups larger than this are buffered once, not twice
-EXTEND_STAGES = 3
-MIN_TILES = 3
 MIN_GROUPS = 3  # groups a split should have, to be worth its partial result
 WORKSPACE = 1 << 26  # bytes that partial results may take, before a chunk of queries goes in pieces
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -194,7 +195,7 @@ def _attend(
     key_block = power_of_two(page.key_dim_padded)
     value_block = power_of_two(page.value_dim_padded)
     # From here on each kernel may start before the one ahead of it has finished.
-    overlap = fast and _properties(device).major >= 9
+    overlap = (fast or wide) and _properties(device).major >= 9
     early = {"launch_pdl": True} if overlap else {}
     if fast:
         entries_at_once = PLAN_NUMBERS // key_block
@@ -205,8 +206,15 @@ def _attend(
             DIM=page.key_dim, BLOCK=key_block, GROUPS=page.groups, PAGE_WORDS=page.page_words, ENTRIES=entries_at_once,
             AWAITED=overlap,
         )  # fmt: skip
+    elif p_means is not None:
+        launch(
+            rotate_means, (rows, cdiv(max_entries, MEANS.value)), {"num_warps": 4, "num_stages": 1},
+            (pool, page_ids, counters, balance, p_signs, p_means, heads, page_ids.stride(0), max_entries),
+            DIM=page.key_dim, PADDED=page.key_dim_padded, BLOCK=key_block, PAGE_WORDS=page.page_words, AWAITED=overlap,
+        )  # fmt: skip
+    after_another = early if p_means is not None or fast else {}
     launch(
-        attend_exact, (rows, exact_splits + packed, cdiv(columns, exact_block)), {"num_warps": warps, **early},
+        attend_exact, (rows, exact_splits + packed, cdiv(columns, exact_block)), {"num_warps": warps, **after_another},
         (query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, balance, mask,
          p_signs, p_rotated, p_plain, p_factor, p_output, p_stats, heads, columns, group, new, slots_of_ring, sinks,
          exact_splits, heads * slots, query_offset, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
@@ -231,18 +239,14 @@ def _attend(
             DEPENDENT=overlap,
         )  # fmt: skip
     elif wide:
-        if p_means is not None:
-            launch(
-                rotate_means, (rows, cdiv(max_entries, MEANS.value)), {"num_warps": 4},
-                (pool, page_ids, counters, balance, p_signs, p_means, heads, page_ids.stride(0), max_entries),
-                DIM=page.key_dim, PADDED=page.key_dim_padded, BLOCK=key_block, PAGE_WORDS=page.page_words,
-            )  # fmt: skip
         launch(
-            extend, (rows, even_splits, cdiv(columns, block)), {"num_warps": wide_warps, "maxnreg": wide_registers},
-            (p_rotated, p_factor, pool, level_tables(page, device), None if p_means is None else p_means.view(torch.int64), page_ids, entries, row_start, counters, mask,
-             p_output, p_stats, heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, *mask_strides,
-             softcap_exponent),
-            L=page_spec(page), COLUMNS=block, TILE=wide_tile, PER_QUERY=per_query, CAUSAL=causal_pages, STAGES=EXTEND_STAGES,
+            extend, (rows, even_splits, cdiv(columns, block)),
+            {"num_warps": wide_warps, "maxnreg": wide_registers, **early},
+            (p_rotated, p_factor, pool, level_tables(page, device), None if p_means is None else p_means.view(torch.int64),
+             page_ids, entries, row_start, counters, mask, p_output, p_stats, heads, columns, page_ids.stride(0),
+             max_entries, sinks, group, query_offset, *mask_strides, softcap_exponent),
+            L=page_spec(page), COLUMNS=block, TILE=wide_tile, PER_QUERY=per_query, CAUSAL=causal_pages,
+            STAGES=EXTEND_STAGES, DEPENDENT=overlap,
         )  # fmt: skip
     elif packed:
         launch(
@@ -273,7 +277,7 @@ def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decodes(page: PageLayout, columns: int, scaling: float, mask_by_query: bool) -> bool:
-    """Whether the decode kernel takes this call; the packed kernel takes all others.
+    """Whether the decode kernel takes this call; the extend kernel (`extends`) or the packed kernel takes all others.
 
     It takes few columns, codes whose levels stand on an 8-bit grid (fp8 keys as well), and masks that all queries share.
     """
@@ -291,9 +295,11 @@ def extends(page: PageLayout, columns: int, scaling: float) -> bool:
 
 def _extend_tile(columns: int, page: PageLayout, device: torch.device) -> tuple[int, int, int, int]:
     """Columns and groups of a tile of the extend kernel, its warps, and the cap of its registers."""
-    if page.key_dim_padded + page.value_dim_padded > 256 or _properties(device).major < 9:
-        return 64, 2, 4, 255
-    return (64, 2, 4, 168) if columns <= 64 else (128, 2, 8, 128)
+    memory = _properties(device).shared_memory_per_multiprocessor
+    if memory >= EXTEND_MEMORY and page.key_dim_padded + page.value_dim_padded <= 256:
+        return (64, 2, 4, 168) if columns <= 64 else (128, 4, 8, 255)
+    group = 64 * (page.key_dim_padded + page.value_dim_padded) + 4 * (EXTEND_STAGES - 1) * page.group_words
+    return 64, 2 if 128 * page.key_dim_padded + 2 * group <= memory - 4096 else 1, 4, 255
 
 
 def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtype:
