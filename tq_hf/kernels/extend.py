@@ -132,7 +132,7 @@ def load_runs(p_codes, live, first: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl
         if BITS == 4:
             runs = x.reshape(TILE, CHUNKS, 8, 4, 4)
         elif BITS == 2:
-            PART: tl.constexpr = min(CHUNKS, 2)  # chunks of a 16-byte quad
+            PART: tl.constexpr = 2 if CHUNKS > 1 else 1  # chunks of a 16-byte quad
             x = x.reshape(TILE, CHUNKS // PART, 32, PART, 2).permute(0, 1, 3, 2, 4)
             runs = tl.join(x, x >> 2).reshape(TILE, CHUNKS, 8, 4, 4)
         else:
@@ -171,7 +171,7 @@ def load_field(p_metadata, live, FIELD: tl.constexpr, FIELDS: tl.constexpr):
 @triton.jit
 def key_dims(n, first: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     """Dimensions n of a tile of keys. In this order, lanes of different t write to different banks of shared memory."""
-    PART: tl.constexpr = min(CHUNKS, 2)
+    PART: tl.constexpr = 2 if CHUNKS > 1 else 1
     chunk = first + n // (32 * PART) * PART + n // 8 % PART
     return n // (8 * PART) % 4 * (PADDED // 4) + 8 * chunk + n % 8
 
@@ -188,7 +188,7 @@ def key_order(x):
     """[TILE, CHUNKS, 8 (g), 4 (t), 4 (r), 8 (i)] to [TILE, 32 tokens, dimensions]."""
     TILE: tl.constexpr = x.shape[0]
     CHUNKS: tl.constexpr = x.shape[1]
-    PART: tl.constexpr = min(CHUNKS, 2)
+    PART: tl.constexpr = 2 if CHUNKS > 1 else 1
     x = x.reshape(TILE, CHUNKS // PART, PART, 4, 2, 4, 4, 8).permute(0, 3, 6, 4, 1, 5, 2, 7)
     return x.reshape(TILE, 32, 32 * CHUNKS)
 
