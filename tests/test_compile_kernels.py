@@ -232,8 +232,8 @@ def test_which_kernel_takes_what(
         (80, "tq4", 128, 512, (64, 2)),
         (80, "tq2", 256, 512, (64, 1)),  # 100 KiB of shared memory
         (90, "tq4", 128, 16, (64, 2)),
-        (90, "tq4", 128, 512, (128, 2)),
-        (90, "k8v4", 64, 512, (128, 2)),
+        (90, "tq4", 128, 512, (128, 4)),
+        (90, "k8v4", 64, 512, (128, 4)),
         (90, "tq3", 256, 512, (64, 2)),
     ],
 )
@@ -244,10 +244,12 @@ def test_extend_fits_the_gpu(
     found = launches(monkeypatch, architecture, preset, dim, 4, 1, 2000, queries)
     assert (found["extend"][3]["COLUMNS"], found["extend"][3]["TILE"]) == tile
     assert list(found)[-1] == "combine"
+    early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
+    assert early == (list(found)[1:] if architecture >= 90 else [])
     for name in {"rotate_means", "extend"} & found.keys():
         compiled = compile_launch(found[name], architecture)
         assert compiled.metadata.shared <= SHARED_MEMORY[architecture] - 1024, name
-        most = 320 if name == "extend" and dim > 128 else 96
+        most = 256 if name == "extend" and dim > 128 else 16
         assert resources(found[name], architecture, tmp_path)[1] <= most, name
         if name == "extend":
             assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)

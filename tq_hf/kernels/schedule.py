@@ -159,7 +159,7 @@ def schedule(
     wide = packed and not fast and extends(page, columns, positive)
     key_block, value_block = power_of_two(page.key_dim_padded), power_of_two(page.value_dim_padded)
     # Each kernel but the first may start before the one ahead of it has finished.
-    overlap = fast and _properties(device).major >= 9
+    overlap = (fast or wide) and _properties(device).major >= 9
     early = {"launch_pdl": True} if overlap else {}
 
     # How packed pages and exact tokens are split.
@@ -217,8 +217,9 @@ def schedule(
     if wide and page.center_keys:
         means_launch = Launch(
             rotate_means, (rows, cdiv(max_entries, MEANS.value), 1),
-            {"num_warps": 4} if _is_large(device) else {"num_warps": 4, "num_stages": 1},
-            {"DIM": page.key_dim, "PADDED": page.key_dim_padded, "BLOCK": key_block, "PAGE_WORDS": page.page_words},
+            {"num_warps": 4, "num_stages": 1, **early},
+            {"DIM": page.key_dim, "PADDED": page.key_dim_padded, "BLOCK": key_block, "PAGE_WORDS": page.page_words,
+             "CHAINED": overlap},
         )  # fmt: skip
     if not has_tail:
         exact_launch = Launch(
@@ -242,9 +243,9 @@ def schedule(
     elif wide:
         extend_launch = Launch(
             extend, (rows, even_splits, cdiv(columns, wide_columns)),
-            {"num_warps": wide_warps, "maxnreg": wide_registers},
+            {"num_warps": wide_warps, "maxnreg": wide_registers, **early},
             {"L": page_spec(page), "COLUMNS": wide_columns, "TILE": wide_tile, "PER_QUERY": per_query,
-             "CAUSAL": causal_pages, "STAGES": EXTEND_STAGES},
+             "CAUSAL": causal_pages, "STAGES": EXTEND_STAGES, "DEPENDENT": overlap},
         )  # fmt: skip
     elif packed:
         block = _columns(columns, page)
@@ -320,7 +321,7 @@ def _extend_tile(columns: int, page: PageLayout, device: torch.device) -> tuple[
     """Columns and groups of a tile of the extend kernel, its warps, and the cap of its registers."""
     memory = _properties(device).shared_memory_per_multiprocessor
     if _is_large(device) and page.key_dim_padded + page.value_dim_padded <= 256:
-        return (64, 2, 4, 168) if columns <= 64 else (128, 2, 8, 128)
+        return (64, 2, 4, 168) if columns <= 64 else (128, 4, 8, 255)
     group = 64 * (page.key_dim_padded + page.value_dim_padded) + 4 * (EXTEND_STAGES - 1) * page.group_words
     return 64, 2 if 128 * page.key_dim_padded + 2 * group <= memory - 4096 else 1, 4, 255
 
