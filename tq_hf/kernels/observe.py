@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, SMALLEST
+from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, ROUNDING, SMALLEST
 from .encode import split_last8
 from .lanes import block_dim, keep_bytes, on_device, row_pointers
 from .launch import launch, power_of_two
@@ -16,6 +16,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
+NOISE = tl.constexpr(ROUNDING)
 SHARE_OF_PARTNER = tl.constexpr(PARTNER_SHARE)
 TOKENS = tl.constexpr(8)  # loaded at once
 
@@ -101,6 +102,7 @@ def observe_tokens(
     p_slots = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * (window + PAGE) * DIM
     source = (length, p_head, stride_kt, p_slots, window + PAGE)
     spread = tl.zeros([BLOCK], tl.float32)
+    key_energy = tl.zeros([BLOCK], tl.float32)
     for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
         mean = tl.zeros([BLOCK], tl.float32)
         if CENTERED:
@@ -112,9 +114,12 @@ def observe_tokens(
             mean /= tl.maximum(count, 1)
         for start in range(block, block + PAGE, 32):
             x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
+            key_energy += tl.sum(x * x, 0)
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
-    tl.store(p_balance + head + d, balance_factors(energy, spread, d, DIM), mask=inside)
+    differ = tl.sum(spread, 0) > NOISE * tl.sum(key_energy, 0)
+    factors = balance_factors(energy, tl.where(differ, spread, 0.0), d, DIM)
+    tl.store(p_balance + head + d, factors, mask=inside)
 
 
 def observe(
