@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import math
 import multiprocessing
@@ -39,6 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_hf import reference
 from tq_hf.config import TurboQuantConfig
 from tq_hf.kernels import attend, commit
+from tq_hf.kernels.schedule import Launch
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = "tq4,tq3,tq3v2,tq2,4bit_nc,3bit_nc,k8v4"
@@ -207,14 +207,13 @@ def error_of(case: Case, layer: State) -> float:
 
 def without(*kernels: str) -> Any:
     """A context in which `attend` does not launch these kernels."""
-    schedule = importlib.import_module("tq_hf.kernels.schedule")
-    launch = schedule.launch
+    run = Launch.__call__
 
-    def launch_others(kernel: Any, *args: Any, **constants: Any) -> None:
-        if kernel.fn.__name__ not in kernels:
-            launch(kernel, *args, **constants)
+    def run_others(launch: Launch, *arguments: Any) -> None:
+        if launch.launcher.kernel.fn.__name__ not in kernels:
+            run(launch, *arguments)
 
-    return mock.patch.object(schedule, "launch", launch_others)
+    return mock.patch.object(Launch, "__call__", run_others)
 
 
 def host_time(call: Callable[[], Any]) -> float:

@@ -48,16 +48,17 @@ def launches(
     schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
-    def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
-        assert all(size >= 1 for size in grid)
-        found[kernel.fn.__name__] = kernel, options, arguments, constants
+    def record(launch: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        assert tensors[0] is not None and len(launch.grid) == 3 and all(size >= 1 for size in launch.grid)
+        launcher = launch.launcher
+        found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *numbers), launcher.constants
 
     properties = SimpleNamespace(
         major=architecture // 10,
         multi_processor_count=PROCESSORS[architecture],
         shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
-    monkeypatch.setattr(schedule_module, "launch", record)
+    monkeypatch.setattr(schedule_module.Launch, "__call__", record)
     monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
     schedule_module.schedule.cache_clear()
     from tq_hf.kernels.attend import attend
@@ -156,8 +157,8 @@ def test_slots_leave_room_for_exact_tokens(
     layout = config.layout(128, 128, torch.bfloat16)
     ring, entries = config.recent_window + config.page_size, 1024 * thousands // config.page_size
     plan = module.schedule(
-        layout.name, rows, 8, 4, 1, 1, ring, 4, torch.bfloat16, None, torch.device("cpu"), entries, True, False, False,
-        False,
+        layout.name, rows, 8, 4, 1, 1, ring, 4, torch.bfloat16, None, torch.bfloat16, torch.device("cpu"), entries, True,
+        False, False, False,
     )  # fmt: skip
     places = 12 * 132  # 168 registers
     assert plan.tail_programs == rows * (1 + ring // 16 + 1)

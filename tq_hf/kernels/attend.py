@@ -76,8 +76,8 @@ def attend(
             count = min(step, queries - start)
             part = slice(start, start + count)
             plan = schedule(
-                layout, batch, heads, query_heads // heads, count, new, ring_slots, sinks, dtype, aux_dtype, device,
-                max_entries, scaling > 0, per_query, causal and queries > 1, causal and queries - new > 1,
+                layout, batch, heads, query_heads // heads, count, new, ring_slots, sinks, dtype, aux_dtype, out.dtype,
+                device, max_entries, scaling > 0, per_query, causal and queries > 1, causal and queries - new > 1,
             )  # fmt: skip
             _attend(
                 plan,
@@ -94,8 +94,8 @@ def attend(
                 mask[:, :, part] if mask is not None and per_query else mask,
                 aux_sinks,
                 out if count == queries else out[:, part],
-                scaling,
-                softcap if softcap > 0 else None,
+                float(scaling),
+                float(softcap) if softcap > 0 else None,
                 new - queries + start,
                 max_entries,
             )

@@ -30,10 +30,10 @@ class Launcher:
         constants: for the parameters that are `tl.constexpr`, in the signature's order.
     """
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_options", "_values")
+    __slots__ = ("_compiled", "_values", "constants", "kernel", "options")
 
     def __init__(self, kernel: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
-        self._kernel, self._options, self._constants = kernel, options, constants
+        self.kernel, self.options, self.constants = kernel, options, constants
         self._values = tuple(constants.values())
         # By what Triton specializes on, or more: the device, which tensors are missing, offsets from 16 bytes, numbers.
         self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
@@ -60,7 +60,7 @@ class Launcher:
         key = device, missing, offsets, numbers
         found = self._compiled.get(key)
         if found is None:
-            compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
+            compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
             if compiled is not None:  # by Triton's interpreter it is
                 if len(self._compiled) >= KNOWN:
                     self._compiled.clear()

@@ -21,7 +21,7 @@ from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .extend import MEANS, extend, rotate_means
-from .launch import cdiv, launch, power_of_two
+from .launch import Grid, Launcher, Number, cdiv, power_of_two
 from .packed import attend_packed
 from .prepare import prepare
 from .tail import TAIL_TOKENS
@@ -59,17 +59,16 @@ _TRITON_DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Launch:
     """A kernel with all but its arguments: tensors, which have the same dtypes at every call, and numbers."""
 
-    kernel: Any
-    grid: tuple[int, int, int]
-    options: dict[str, Any]
-    constants: dict[str, Any]
+    __slots__ = ("grid", "launcher")
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], numbers: tuple[float | None, ...]) -> None:
-        launch(self.kernel, self.grid, self.options, (*tensors, *numbers), **self.constants)
+    def __init__(self, kernel: Any, grid: Grid, options: dict[str, Any], constants: dict[str, Any]) -> None:
+        self.grid, self.launcher = grid, Launcher(kernel, options, constants)
+
+    def __call__(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
+        self.launcher(self.grid, tensors, numbers)
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,7 @@ def schedule(
     sinks: int,
     dtype: torch.dtype,
     aux_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
     device: torch.device,
     max_entries: int,
     positive: bool,
@@ -145,8 +145,8 @@ def schedule(
     Args:
         group: query heads a KV head.
         queries, new: tokens that ask, and tokens that are not committed yet.
-        dtype, aux_dtype: of everything exact, and of the logits without a value, which need no launches of their own but for
-            their dtype.
+        dtype, aux_dtype, out_dtype: of everything exact, of the logits without a value, and of the result. The last two
+            decide nothing, but a launch has the same dtypes at every call.
         positive: whether scores have a positive factor.
         per_query: whether the mask differs from query to query.
         causal, causal_pages: whether tokens and packed pages are hidden from queries before them.
