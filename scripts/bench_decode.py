@@ -49,7 +49,8 @@ RAGGED = (1, 2, 4, 8, 16, 32, 48, 64)  # thousands of tokens of a batch's rows
 CHUNK = 4096
 HOST_CALLS = 50
 ROTATED_BYTES = 2.5e8  # several times the largest L2 cache
-TOLERANCE = 2e-3
+CHECKED = 128  # queries, at most, that are compared with the reference
+TOLERANCE = 2e-3  # relative RMS error of bf16 outputs
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -193,15 +194,15 @@ def fill(case: Case, layer: State, length: int) -> None:
 
 
 def error_of(case: Case, layer: State) -> float:
-    """Relative RMS error of the last row's last KV head against the reference."""
+    """Relative RMS error of the last row's last KV head, and of its last queries, against the reference."""
     group, state = case.sizes[1], layer.state
     one = {name: x[-1:, -1:] for name, x in state.items() if name.startswith(("ring", "sink"))}
     one |= {"pool": state["pool"][:, -1:], "page_ids": state["page_ids"][-1:], "row_start": state["row_start"][-1:]}
     one |= {"entries": state["entries"], "counters": state["counters"]}
     one["balance"] = None if state["balance"] is None else state["balance"][-1:, -1:]
-    inputs = [layer.query[-1:, -group:], *(x[-1:, -1:] for x in layer.new)]
+    inputs = [layer.query[-1:, -group:, -CHECKED:], *(x[-1:, -1:] for x in layer.new)]
     expected = reference.attend(*(x.float() for x in inputs), *(one[name] for name in state), *layer.rest)
-    actual = layer.attend()[-1:, :, -group:].float()
+    actual = layer.attend()[-1:, -CHECKED:, -group:].float()
     return float((actual - expected).norm() / expected.norm())
 
 
