@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ttgir import lanes_hold_elements
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -133,6 +134,8 @@ def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architect
     assert found["decode"][3]["TAIL"]
     for name in ("prepare", "combine"):
         assert resources(found[name], architecture, tmp_path)[1] == 0, name
+    for name, least in (("prepare", 60), ("decode", 100), ("combine", 0)):
+        assert lanes_hold_elements(compile_launch(found[name], architecture).asm["ttgir"]) >= least, name
 
 
 def test_exact_tokens_of_32_bits_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,6 +202,7 @@ def test_decode_spills_nothing(
     assert decode[3]["TILE"] == tile
     registers, stack = resources(decode, architecture, tmp_path)
     assert registers <= 168 and stack == 0
+    assert lanes_hold_elements(compile_launch(decode, architecture).asm["ttgir"]) >= 50
 
 
 @pytest.mark.parametrize(("dim", "columns", "most"), [(256, 8, 80), (128, 16, 160)])
@@ -207,6 +211,7 @@ def test_the_widest_decode_spills_little(
 ) -> None:
     decode = launches(monkeypatch, 90, "tq4", dim, columns, 1, 100)["decode"]
     assert resources(decode, 90, tmp_path)[1] <= most
+    assert lanes_hold_elements(compile_launch(decode, 90).asm["ttgir"]) >= 200
 
 
 @pytest.mark.parametrize(

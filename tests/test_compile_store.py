@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ttgir import lanes_hold_elements
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -93,18 +94,6 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
-
-
-def lanes_hold_elements(ttgir: str) -> int:
-    """Checks that lane i holds element i of what goes between lanes, and counts these instructions."""
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
-    count = 0
-    for line in ttgir.splitlines():
-        if re.search(r'inline_asm "(mma|shfl|movmatrix)', line):
-            count += 1
-            for layout in re.findall(r"tensor<32x\w+, (?:#ttg\.slice<\{dim = 1, parent = )?(#\w+)", line):
-                assert re.search(r"threadsPerWarp = \[32(, 1)?\]", layouts[layout]), (line, layouts[layout])
-    return count
 
 
 @pytest.mark.parametrize(
