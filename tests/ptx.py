@@ -80,6 +80,10 @@ def lane_of_four(x: Register, index: Register) -> list[Register]:
     return [x[4 * G + int(index[0])]]
 
 
+def lane_of(x: Register, index: Register) -> list[Register]:
+    return [x[index]]
+
+
 def largest_of_warp(x: Register) -> list[Register]:
     return [_word(np.full(32, _unsigned(x).max()))]
 
@@ -102,6 +106,11 @@ def split_halves(x: Register) -> list[Register]:
     return [*np.ascontiguousarray(_halves(x).astype(np.float32).T)]
 
 
+def join_halves(low: Register, high: Register) -> list[Register]:
+    halves = np.stack([low, high], 1).astype(np.float16)
+    return [halves.view(np.int32).reshape(32)]
+
+
 def multiply(
     registers: tuple[Register, ...], left: Callable[..., Register], right: Callable[..., Register], kind: Any
 ) -> list[Register]:
@@ -122,12 +131,14 @@ def multiply(
 INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "prmt.b32": permute_bytes,
     "shfl.sync.bfly": lane_xor,
-    "shfl.sync.idx": lane_of_four,
+    "0x1c1f": lane_of_four,
+    "shfl.sync.idx": lane_of,
     "redux.sync.max.u32": largest_of_warp,
     "movmatrix": transpose,
     "ex2.approx": power_of_two,
     "max.f16x2": larger_halves,
     "cvt.f32.f16": split_halves,
+    "cvt.rn.f16x2.f32": join_halves,
     "s32.s8.s8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.int8), np.int64),
     "s32.s8.u8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.uint8), np.int64),
     "f32.f16.f16": lambda *x: multiply(x, _halves, _halves, np.float64),

@@ -214,8 +214,8 @@ def _attend(
             (p_rotated.view(torch.int32), p_factor, pool, int8_tables(page, device), page_ids, row_start, counters,
              p_kept, p_means, p_output, p_stats, batch, columns, page_ids.stride(0), max_entries, *steps(page),
              softcap_exponent),
-            L=page_spec(page), NX=lane_columns(columns), TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
-            DEPENDENT=overlap,
+            L=page_spec(page), COLUMNS=decode_columns(columns), TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
+            DEPENDENT=overlap, STAGES=1 if columns <= 4 else 3, HALVES=columns > 8,
         )  # fmt: skip
     elif packed:
         launch(
@@ -264,15 +264,15 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
-def lane_columns(columns: int) -> int:
-    """Columns that a lane of the decode kernel has."""
-    return 1 if columns <= 4 else 2 if columns <= 8 else 4
+def decode_columns(columns: int) -> int:
+    """Columns of the decode kernel's products."""
+    return 4 if columns <= 4 else 8 if columns <= 8 else 16
 
 
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
-    own = lane_columns(columns)
+    own = decode_columns(columns) // 4
     sums = page.value_dim_padded // 8 * own
     query = page.key_dim_padded // 16 * (max(own, 2) if page.key_format == "fp8" else own)
     others = 10 + 38 * own

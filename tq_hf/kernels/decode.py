@@ -32,17 +32,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
+from .dequant import _table_words
 from .packed import NOTHING
 from .products import (
     HIGH_BYTES,
     LOW_BYTES,
     MAGIC,
+    add_half_values,
     add_values,
     fp8_scores,
+    half_operand,
     half_sums,
     int8_scores,
     lane_column,
     load_operand,
+    over_column,
+    sum_columns,
     weight_operand,
 )
 from .query import QUERY_STEPS
@@ -57,6 +62,7 @@ from .tiles import (
     load_pages,
     part,
     tile_groups,
+    token_halves,
 )
 from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
 
@@ -74,16 +80,7 @@ def largest_exponent(scale):
 
 
 @triton.jit
-def over_groups(x, MAX: tl.constexpr):
-    """The maximum or sum over the eight lanes of a t."""
-    for i in tl.static_range(3):
-        y = lane_xor(x, 16 >> i)
-        x = tl.maximum(x, y) if MAX else x + y
-    return x
-
-
-@triton.jit
-def weigh(scores, slope, offset, scale, exponent, highest, unit):
+def weigh(scores, slope, offset, scale, exponent, highest, unit, COLUMNS: tl.constexpr):
     """One step of the online softmax for a column.
 
     Args:
@@ -101,7 +98,7 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
     top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
     for r in tl.static_range(4, len(scores), 2):
         top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
-    top = tl.fma(over_groups(top, True), slope, offset)
+    top = tl.fma(over_column(top, True, COLUMNS), slope, offset)
     highest = tl.maximum(highest, top)
     now = tl.maximum(top, highest - MEMORY) + (exponent - 16.0)
     shift = offset - now
@@ -112,6 +109,29 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
         weights = weights + [weight]
         products = products + [tl.fma(weight, scale[r], 8388608.0).to(tl.int32, bitcast=True)]
     return [highest, now, power_of_two(unit - now)] + weights + products
+
+
+@triton.jit
+def weigh_halves(scores, slope, offset, scale, exponent, unit, COLUMNS: tl.constexpr):
+    """`weigh` with products of weights and value scales that need not be integers, in one unit as long as they stay below
+    2**12; the highest score is not kept.
+
+    Returns:
+        unit, the factor for earlier sums, the weights, and the weights times value scales.
+    """
+    top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+    for r in tl.static_range(4, len(scores), 2):
+        top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
+    top = tl.fma(over_column(top, True, COLUMNS), slope, offset)
+    now = tl.maximum(unit, top + (exponent - 12.0))
+    shift = offset - now
+    weights = []
+    products = []
+    for r in tl.static_range(len(scores)):
+        weight = power_of_two(tl.fma(scores[r], slope, shift))
+        weights = weights + [weight]
+        products = products + [weight * scale[r]]
+    return [now, power_of_two(unit - now)] + weights + products
 
 
 @triton.jit
@@ -136,8 +156,9 @@ def rotate_lanes(values, g):
 @triton.jit(do_not_specialize=["batch", "columns", "stride_page_ids", "capacity"])
 def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
-    batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
+    batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, slots), one warp each; `splits.py` says what a slot's program has to do.
 
@@ -156,7 +177,10 @@ def decode(
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
-    DIMS: tl.constexpr = L.value_padded // 8  # of a lane
+    OWN: tl.constexpr = (COLUMNS + 7) // 8  # columns that a lane has scores of, and
+    DIMS: tl.constexpr = L.value_padded // 8  # its dimensions, of which it has sums for
+    OUT: tl.constexpr = COLUMNS // 4  # columns
+    TOKENS: tl.constexpr = TILE * (4 if COLUMNS == 4 else 8)  # its tokens of a tile
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
     SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
@@ -177,13 +201,14 @@ def decode(
     steps = tl.cdiv(tiles - first, n_s)
     p_pages = p_page_ids + i_b * stride_page_ids
     p_kept += i_b * capacity * L.groups
-    pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
-    next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
     p_head = p_pool + (i_h * L.page_words + L.header_words)
-    p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
-    keys = load_codes(p_groups, 0, L.key_words)
-    values = load_codes(p_groups, KEYS, L.value_words)
-    fields = load_fields(p_groups, pages, CODES, L.fields)
+    pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
+    if STAGES == 1:
+        next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
+        p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
+        keys = load_codes(p_groups, 0, L.key_words)
+        values = load_codes(p_groups, KEYS, L.value_words)
+        fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
     if L.same_table:
@@ -191,39 +216,55 @@ def decode(
     else:
         value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
     magic = [tl.load(p_tables + 128 + lane)] * 4
+    half_table = []
+    for i in tl.static_range(4):
+        half_table = half_table + [tl.load(p_tables + 32 * (5 + i) + lane)]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    kept = load_kept(p_kept, first, pages, TILE)
     own_columns = []
-    for x in tl.static_range(NX):
-        own_columns = own_columns + [tl.minimum(lane_column(t, x, NX), columns - 1)]
-    means = [tl.zeros([32], tl.float32)] * (len(pages) * NX)
+    for x in tl.static_range(OWN):
+        own_columns = own_columns + [tl.minimum(lane_column(lane, x, COLUMNS), columns - 1)]
+    means = [tl.zeros([32], tl.float32)] * (len(pages) * OWN)
     if L.centered:
         p_means += i_bh.to(tl.int64) * capacity * columns
-        means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
+    if STAGES == 1:
+        kept = load_kept(p_kept, first, pages, TILE)
+        if L.centered:
+            means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
     zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
-    query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
+    query = load_operand(p_query + row * (L.key_padded // 2), columns, L, COLUMNS)
     slope = []
-    for x in tl.static_range(NX):
+    for x in tl.static_range(OWN):
         slope = slope + [tl.load(p_factor + row + own_columns[x]) * key_step]
     if L.key_format == "lloyd_max":
-        bias = half_sums(query, zero, L, NX)
+        bias = half_sums(query, zero, L, COLUMNS)
     selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
 
     nothing = tl.zeros([32], tl.float32)
-    sums = [nothing] * (DIMS * NX)
-    highest = [nothing + NOTHING] * NX
-    unit = [nothing + NOTHING] * NX
-    total = [nothing] * NX  # of the weights; these three of a lane's own tokens only
-    scaled = [nothing] * NX  # of the weights times value scales
-    minima = [nothing] * NX  # of the weights times value minima
-    for step in tl.range(0, steps, num_stages=1):
-        tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
-        p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
-        next_keys = load_codes(p_groups, 0, L.key_words)
-        next_values = load_codes(p_groups, KEYS, L.value_words)
+    sums = [nothing] * (DIMS * OUT)
+    highest = [nothing + NOTHING] * OWN
+    unit = [nothing + NOTHING] * OWN
+    total = [nothing] * OWN  # of the weights; these three of a lane's own tokens only
+    scaled = [nothing] * OWN  # of the weights times value scales
+    minima = [nothing] * OWN  # of the weights times value minima
+    for step in tl.range(0, steps, num_stages=STAGES):
+        if STAGES == 1:
+            tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
+            p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
+            next_keys = load_codes(p_groups, 0, L.key_words)
+            next_values = load_codes(p_groups, KEYS, L.value_words)
+        else:
+            tile = first + step * n_s
+            p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, tile, L, TILE)
+            keys = load_codes(p_groups, 0, L.key_words)
+            values = load_codes(p_groups, KEYS, L.value_words)
+            fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
+            kept = load_kept(p_kept, tile, pages, TILE)
+            if L.centered:
+                means = load_means(p_means, tile, pages, columns, own_columns, L.group_bits, TILE)
+            pages = load_pages(p_pages, tile + n_s, entries, step + 1 < steps, L.group_bits, TILE)
 
         scores = []
         scale = []
@@ -233,90 +274,125 @@ def decode(
             words = lane_words(part(keys, u, TILE), L.key_words)
             own = part(fields, u, TILE)
             if L.key_format == "lloyd_max":
-                products = int8_scores(words, key_table, query, bias, zero, L, NX)
-                pair = field_words(own, 0, L.fields)
-                key_scale = split_halves(pair[0]) + split_halves(pair[1])
+                products = int8_scores(words, key_table, query, bias, zero, L, COLUMNS)
+                key_scale = token_halves(field_words(own, 0, L.fields, COLUMNS))
             else:
-                products = fp8_scores(words, query, L, NX)
-            pair = field_words(own, SCALE, L.fields)
-            scale_words = scale_words + pair
-            scale = scale + split_halves(pair[0]) + split_halves(pair[1])
+                products = fp8_scores(words, query, L, COLUMNS)
+            own_words = field_words(own, SCALE, L.fields, COLUMNS)
+            scale_words = scale_words + own_words
+            scale = scale + token_halves(own_words)
             if L.value_format == "min_max":
-                pair = field_words(own, L.fields - 1, L.fields)
-                minimum = minimum + split_halves(pair[0]) + split_halves(pair[1])
-            bits = kept[u] >> g
-            for r in tl.static_range(4):
-                for x in tl.static_range(NX):
-                    y = products[r * NX + x]
+                lowest = token_halves(field_words(own, L.fields - 1, L.fields, COLUMNS))
+                if HALVES:  # levels count from the middle of a value's range
+                    for i in tl.static_range(len(lowest)):
+                        middle = tl.fma(scale[len(minimum)], (2**L.value_bits - 1) / 2, lowest[i])
+                        minimum = minimum + [middle]
+                else:
+                    minimum = minimum + lowest
+            bits = kept[u] >> (g if COLUMNS == 4 else 2 * t)
+            for i in tl.static_range(len(products) // OWN):
+                for x in tl.static_range(OWN):
+                    y = products[i * OWN + x]
                     if L.key_format == "lloyd_max":
-                        y *= key_scale[r]
+                        y *= key_scale[i]
                     if SCALED:
-                        y = tl.fma(y, slope[x], means[u % PAGES * NX + x])
+                        y = tl.fma(y, slope[x], means[u % PAGES * OWN + x])
                     if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
                         y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
-                    scores = scores + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
+                    scores = scores + [tl.where(bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2)) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
-        keys = next_keys
-        fields = load_fields(p_groups, next_pages, CODES, L.fields)
-        kept = load_kept(p_kept, tile, next_pages, TILE)
+        if STAGES == 1:
+            keys = next_keys
+            fields = load_fields(p_groups, next_pages, CODES, L.fields, COLUMNS)
+            kept = load_kept(p_kept, tile, next_pages, TILE)
 
         state = []
         decay = []
         integers = []
-        for x in tl.static_range(NX):
-            if SCALED:
-                w = weigh(scores[x::NX], nothing + 1.0, nothing, scale, exponent, highest[x], unit[x])
+        for x in tl.static_range(OWN):
+            factor = nothing + 1.0 if SCALED else slope[x]
+            shift = nothing if SCALED else means[x]
+            if HALVES:
+                w = weigh_halves(scores[x::OWN], factor, shift, scale, exponent, unit[x], COLUMNS)
+                w = [highest[x]] + w
             else:
-                w = weigh(scores[x::NX], slope[x], means[x], scale, exponent, highest[x], unit[x])
-            weights = w[3 : 3 + 4 * TILE]
+                w = weigh(scores[x::OWN], factor, shift, scale, exponent, highest[x], unit[x], COLUMNS)
+            weights = w[3 : 3 + TOKENS]
             new_total = total[x] * w[2]
-            new_scaled = scaled[x] * w[2]
+            new_scaled = scaled[x]
+            if not HALVES:
+                new_scaled *= w[2]
             new_minima = minima[x]
             if L.value_format == "min_max":
                 new_minima *= w[2]
-            for r in tl.static_range(0, 4 * TILE, 2):
+            for r in tl.static_range(0, TOKENS, 2):
                 new_total += weights[r] + weights[r + 1]
-            for r in tl.static_range(4 * TILE):
-                new_scaled = tl.fma(weights[r], scale[r], new_scaled)
+            for r in tl.static_range(TOKENS):
+                if not HALVES:
+                    new_scaled = tl.fma(weights[r], scale[r], new_scaled)
                 if L.value_format == "min_max":
                     new_minima = tl.fma(weights[r], minimum[r], new_minima)
             state = state + [w[0], w[1], new_total, new_scaled, new_minima]
             decay = decay + [w[2]]
-            integers = integers + w[3 + 4 * TILE :]
+            integers = integers + w[3 + TOKENS :]
         highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
-        if L.centered:
-            means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
-        next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
+        if STAGES == 1:
+            if L.centered:
+                means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
+            next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
 
         operands = []
         for u in tl.static_range(TILE):
-            operands = operands + weight_operand(integers, u, TILE, selector, NX)
-        sums = add_values(sums, decay, values, value_table, operands, magic, L, NX, TILE)
-        values = next_values
+            if HALVES:
+                operands = operands + half_operand(integers, u, TILE, COLUMNS)
+            else:
+                operands = operands + weight_operand(integers, u, TILE, selector, COLUMNS)
+        if HALVES:
+            sums = add_half_values(
+                sums, sum_columns(decay, lane, COLUMNS), values, half_table, operands, L, COLUMNS, TILE
+            )
+        else:
+            sums = add_values(
+                sums, sum_columns(decay, lane, COLUMNS), values, value_table, operands, magic, L, COLUMNS, TILE
+            )
+        if STAGES == 1:
+            values = next_values
 
     row = (i_h.to(tl.int64) * slots + slot) * columns
-    for x in tl.static_range(NX):
-        column = lane_column(t, x, NX)
-        inside = column < columns
-        factor = power_of_two(unit[x] - highest[x])
-        if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
-            offset = over_groups(tl.fma(scaled[x], 2.0 ** (L.value_bits - 1), minima[x]), False) * factor
-        else:
-            offset = over_groups(scaled[x], False) * (factor * 0.5 * value_step)
-            factor *= value_step
-        weight = over_groups(total[x], False) * power_of_two(unit[x] - highest[x])
+    offsets = []
+    factors = []
+    for x in tl.static_range(OWN):
+        column = lane_column(lane, x, COLUMNS)
+        mask = (column < columns) & (g == 0 if COLUMNS == 4 else t == 0)
         p_stats_row = p_stats + 2 * (row + column)
-        tl.store(p_stats_row, highest[x], mask=inside & (g == 0))
-        tl.store(p_stats_row + 1, weight, mask=inside & (g == 0))
-        vector = []
-        for i in tl.static_range(DIMS):
-            vector = vector + [tl.fma(sums[i * NX + x], factor, offset)]
+        weight = over_column(total[x], False, COLUMNS)
+        if HALVES:
+            tl.store(p_stats_row, unit[x], mask=mask)
+            tl.store(p_stats_row + 1, weight, mask=mask)
+            offsets = offsets + [over_column(minima[x], False, COLUMNS)]
+            factors = factors + [nothing + 1.0]
+        else:
+            factor = power_of_two(unit[x] - highest[x])
+            tl.store(p_stats_row, highest[x], mask=mask)
+            tl.store(p_stats_row + 1, weight * factor, mask=mask)
+            if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
+                offset = tl.fma(scaled[x], 2.0 ** (L.value_bits - 1), minima[x])
+                offsets = offsets + [over_column(offset, False, COLUMNS) * factor]
+                factors = factors + [factor]
+            else:
+                offsets = offsets + [over_column(scaled[x], False, COLUMNS) * (factor * 0.5 * value_step)]
+                factors = factors + [factor * value_step]
+    offsets = sum_columns(offsets, lane, COLUMNS)
+    factors = sum_columns(factors, lane, COLUMNS)
+    for x in tl.static_range(OUT):
+        column = t if COLUMNS == 4 else 8 * (x // 2) + 2 * t + x % 2
+        vector = [tl.fma(y, factors[x], offsets[x]) for y in sums[x::OUT]]
         if ROTATE_BACK:
             vector = rotate_lanes(vector, g)
         p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
         for i in tl.static_range(0, DIMS, 4):
             y = tl.join(tl.join(vector[i], vector[i + 2]), tl.join(vector[i + 1], vector[i + 3])).reshape(32, 4)
-            tl.store(p_row + i, y, mask=inside[:, None])
+            tl.store(p_row + i, y, mask=(column < columns)[:, None])
 
 
 @lru_cache(maxsize=None)
@@ -330,6 +406,7 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
+    words.extend(_table_words(layout, "value"))
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 

@@ -36,6 +36,14 @@ def lane_of_four(x, index: tl.constexpr):
 
 
 @triton.jit
+def lane_of(x, index):
+    """The value of lane `index`."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, index], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def largest_of_warp(x):
     """The largest unsigned number of all lanes."""
     return tl.inline_asm_elementwise(
@@ -71,6 +79,14 @@ def split_halves(word):
         dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
     return [low, high]
+
+
+@triton.jit
+def join_halves(low, high):
+    """Two fp32 as fp16 in a word."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
