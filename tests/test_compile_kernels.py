@@ -63,8 +63,8 @@ def launches(
 
 def resources(
     launch: tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]], architecture: int, folder: Path
-) -> tuple[int, int]:
-    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
+) -> tuple[int, int, int]:
+    """Registers of a thread, bytes of its stack, on which ptxas keeps what does not fit, and bytes of shared memory."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -92,7 +92,7 @@ def resources(
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), compiled.metadata.shared
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
@@ -131,16 +131,24 @@ def test_decode_spills_nothing(
 ) -> None:  # fmt: skip
     decode = launches(monkeypatch, architecture, preset, dim, columns, 2, entries)["decode"]
     assert decode[3]["TILE"] == tile
-    registers, stack = resources(decode, architecture, tmp_path)
+    registers, stack, _ = resources(decode, architecture, tmp_path)
     assert registers <= 168 and stack == 0
 
 
-@pytest.mark.parametrize(("dim", "columns", "most"), [(256, 8, 80), (128, 16, 160)])
+@pytest.mark.parametrize(
+    ("preset", "dim", "columns", "most"),
+    [("tq4", 256, 8, 0), ("tq4", 128, 16, 64), ("tq2", 128, 16, 16), ("4bit_nc", 128, 16, 64), ("k8v4", 128, 16, 16)],
+)
 def test_the_widest_decode_spills_little(
-    monkeypatch: pytest.MonkeyPatch, dim: int, columns: int, most: int, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, most: int, tmp_path: Path
 ) -> None:
-    decode = launches(monkeypatch, 90, "tq4", dim, columns, 1, 100)["decode"]
-    assert resources(decode, 90, tmp_path)[1] <= most
+    """And copies tiles ahead, into no more shared memory than is counted on."""
+    attend_module = importlib.import_module("tq_hf.kernels.attend")
+    decode = launches(monkeypatch, 90, preset, dim, columns, 1, 100)["decode"]
+    registers, stack, shared = resources(decode, 90, tmp_path)
+    assert registers <= 168 and stack <= most
+    group = 4 * decode[3]["L"].group_words
+    assert 2 * group <= shared <= 2 * (group + attend_module.DECODE_REST)
 
 
 @pytest.mark.parametrize(

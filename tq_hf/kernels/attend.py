@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layout import LANES, PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
-from .decode import decode, int8_tables, steps
+from .decode import STAGES, decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .launch import cdiv, launch, power_of_two
@@ -21,10 +21,11 @@ from .packed import attend_packed
 from .plan import plan
 
 REGISTERS = 65536  # of a multiprocessor
-# Columns of a program of the decode kernel, the sums of which are half of a lane's registers: up to 128 dimensions, beyond.
+# Columns of a program of the decode kernel, as many as a lane's registers hold sums of: up to 128 dimensions, beyond.
 DECODE_COLUMNS, DECODE_COLUMNS_WIDE = 16, 8
 # Its registers are capped, rather high: it takes more than it needs, to load earlier.
 DECODE_REGISTERS = (168, 255)
+DECODE_REST = 512  # bytes of shared memory that it takes for a group beside the group
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
 # Words of a lane and group up to which two groups make a tile, and up to which they do in splits of so many groups.
 DECODE_WORDS, DECODE_WORDS_OF_LONG, DECODE_LONG = 24, 32, 24
@@ -215,7 +216,7 @@ def _attend(
              p_kept, p_means, p_output, p_stats, batch, columns, page_ids.stride(0), max_entries, *steps(page),
              softcap_exponent),
             L=page_spec(page), COLUMNS=decode_columns(columns), TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
-            DEPENDENT=overlap, STAGES=1 if columns <= 4 else 3, HALVES=columns > 8,
+            DEPENDENT=overlap,
         )  # fmt: skip
     elif packed:
         launch(
@@ -271,12 +272,12 @@ def decode_columns(columns: int) -> int:
 
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
+    if columns > 4:
+        return DECODE_REGISTERS[0]  # tiles wait in shared memory
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
-    own = decode_columns(columns) // 4
-    sums = page.value_dim_padded // 8 * own
-    query = page.key_dim_padded // 16 * (max(own, 2) if page.key_format == "fp8" else own)
-    others = 10 + 38 * own
-    return next((n for n in DECODE_REGISTERS if words + sums + query + others <= n), DECODE_REGISTERS[-1])
+    query = page.key_dim_padded // (8 if page.key_format == "fp8" else 16)
+    needed = words + page.value_dim_padded // 8 + query + 48
+    return next((n for n in DECODE_REGISTERS if needed <= n), DECODE_REGISTERS[-1])
 
 
 def _decode_tile(
@@ -286,11 +287,15 @@ def _decode_tile(
     groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
     words = page.key_words_per_lane + page.value_words_per_lane
     tile = 1
-    if decode_registers(page, columns, 2) == DECODE_REGISTERS[0]:
+    if columns <= 8 and decode_registers(page, columns, 2) == DECODE_REGISTERS[0]:
         is_long = batch * heads * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)
-    wave = REGISTERS // (32 * registers) * processors
+    programs = REGISTERS // (32 * registers)
+    if columns > 4:
+        copies = (STAGES.value - 1) * tile * (4 * page.group_words + DECODE_REST) + 1024
+        programs = min(programs, _properties(device).shared_memory_per_multiprocessor // copies)
+    wave = programs * processors
     most = batch * cdiv(groups, max(tile, DECODE_GROUPS)) + batch
     return tile, registers, max(batch, min(wave // heads, most))
 

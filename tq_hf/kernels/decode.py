@@ -1,23 +1,30 @@
-"""Decode attention over packed pages at the speed of memory: at most 16 columns, one warp a program, no shared memory.
+"""Decode attention over packed pages at the speed of memory: at most 16 columns, one warp a program.
 
-Both products multiply 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of (`int8_grid`), by two
-byte permutes for 8 codes; keys and values are the left operands of the same instruction. What stands on the right has 16
-bits, as two bytes in two columns of the product or in two products:
+Keys and queries are multiplied as 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of
+(`int8_grid`), by two byte permutes for 8 codes. Queries have 16 bits, as two bytes, 256 * high + low, both signed.
 
-    scores   = key levels [32 tokens, D] x query [D, 8]            query as 256 * high + low, both signed
-    sums     = value levels [D, 32 tokens] x weights [32, 8]       weights as 256 * high + low, both unsigned
+Up to 4 columns: keys and values are the left operands, and weights are integers as well, two unsigned bytes.
 
-With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
-both, and the scores of column t (NX = 1 column a lane). With up to 8 there are two products, and the lane has columns 2t and
-2t + 1 (NX = 2); with up to 16, two blocks of 8 columns are treated so (NX = 4).
+    scores   = key levels [32 tokens, D] x query [D, 8]
+    sums     = value levels [D, 32 tokens] x weights [32, 8]
 
-Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing
-of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes
-anyway.
+Column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds both. Weights are relative
+to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a flat tail; sums are
+kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway. The loop is
+software-pipelined by hand, one tile ahead, in registers.
 
-Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
-group or, where codes are narrow, the next as well, of the same page or of the next one: so much has to be on its way from
-memory at any time.
+Up to 16 columns: queries are the left operand.
+
+    scores   = query [16, D] x key levels [D, 32 tokens]           8 columns with their high and low bytes, or 16 and two
+    sums     = value levels [D, 32 tokens] x weights [32, 8]       fp16; two for 16 columns
+
+Lane 4g + t then has the scores of columns g and g + 8 for eight tokens, which is where the second product wants their
+weights. These are fp16 and the sums are the product's accumulators: with so many of them, putting bytes together would cost
+more than the longer dequantization. Sums and queries need the registers, so tiles are copied ahead to shared memory, by
+Triton's pipeliner.
+
+Everything is a list of blocks [32], a register each. A tile is one group or, where codes are narrow, the next as well, of the
+same page or of the next one: so much has to be on its way from memory at any time.
 """
 
 from __future__ import annotations
@@ -32,16 +39,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
-from .dequant import _table_words
+from .dequant import table_words
 from .packed import NOTHING
 from .products import (
     HIGH_BYTES,
     LOW_BYTES,
     MAGIC,
     add_half_values,
-    add_values,
+    add_int8_values,
     fp8_scores,
-    half_operand,
     half_sums,
     int8_scores,
     lane_column,
@@ -66,6 +72,7 @@ from .tiles import (
 )
 from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
 
+STAGES = tl.constexpr(3)  # of the loop for more than 4 columns: copies are two tiles ahead
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
 
 
@@ -113,8 +120,8 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit, COLUMNS: tl.con
 
 @triton.jit
 def weigh_halves(scores, slope, offset, scale, exponent, unit, COLUMNS: tl.constexpr):
-    """`weigh` with products of weights and value scales that need not be integers, in one unit as long as they stay below
-    2**12; the highest score is not kept.
+    """The same for products of weights and value scales that become fp16: the unit only changes for those that would exceed
+    2**12, and what is said of the highest score may as well be said of the unit.
 
     Returns:
         unit, the factor for earlier sums, the weights, and the weights times value scales.
@@ -158,14 +165,13 @@ def decode(
     p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
     batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
-    STAGES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, slots), one warp each; `splits.py` says what a slot's program has to do.
 
     Args:
         p_query: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys fp16.
         p_factor: fp32 [B * H, columns], as for `packed.attend_packed`.
-        p_tables: int32 [5, 32], `int8_tables`.
+        p_tables: int32 [9, 32], `int8_tables`.
         p_kept: int32 [B, capacity * groups], a bit for each token that counts (`plan.py`).
         p_means: fp32 [B * H, capacity, columns], scores of the pages' mean keys in powers of two (`plan.py`), or None.
         p_output, p_stats: of `combine.combine`; the results of slots come first.
@@ -176,6 +182,7 @@ def decode(
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
+    WIDE: tl.constexpr = COLUMNS > 4
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     OWN: tl.constexpr = (COLUMNS + 7) // 8  # columns that a lane has scores of, and
     DIMS: tl.constexpr = L.value_padded // 8  # its dimensions, of which it has sums for
@@ -203,22 +210,24 @@ def decode(
     p_kept += i_b * capacity * L.groups
     p_head = p_pool + (i_h * L.page_words + L.header_words)
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
-    if STAGES == 1:
+    if not WIDE:
         next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
         p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
         keys = load_codes(p_groups, 0, L.key_words)
         values = load_codes(p_groups, KEYS, L.value_words)
         fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
+    zero = tl.zeros([32], tl.int32)
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
-    if L.same_table:
+    value_table = []
+    if WIDE:
+        for i in tl.static_range(4):
+            value_table = value_table + [tl.load(p_tables + 32 * (5 + i) + lane)]
+    elif L.same_table:
         value_table = key_table
     else:
         value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
     magic = [tl.load(p_tables + 128 + lane)] * 4
-    half_table = []
-    for i in tl.static_range(4):
-        half_table = half_table + [tl.load(p_tables + 32 * (5 + i) + lane)]
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -228,11 +237,10 @@ def decode(
     means = [tl.zeros([32], tl.float32)] * (len(pages) * OWN)
     if L.centered:
         p_means += i_bh.to(tl.int64) * capacity * columns
-    if STAGES == 1:
+    if not WIDE:
         kept = load_kept(p_kept, first, pages, TILE)
         if L.centered:
             means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
-    zero = tl.zeros([32], tl.int32)
     row = i_bh.to(tl.int64) * columns
     query = load_operand(p_query + row * (L.key_padded // 2), columns, L, COLUMNS)
     slope = []
@@ -249,8 +257,8 @@ def decode(
     total = [nothing] * OWN  # of the weights; these three of a lane's own tokens only
     scaled = [nothing] * OWN  # of the weights times value scales
     minima = [nothing] * OWN  # of the weights times value minima
-    for step in tl.range(0, steps, num_stages=STAGES):
-        if STAGES == 1:
+    for step in tl.range(0, steps, num_stages=STAGES if WIDE else 1):
+        if not WIDE:
             tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
             p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
             next_keys = load_codes(p_groups, 0, L.key_words)
@@ -283,7 +291,7 @@ def decode(
             scale = scale + token_halves(own_words)
             if L.value_format == "min_max":
                 lowest = token_halves(field_words(own, L.fields - 1, L.fields, COLUMNS))
-                if HALVES:  # levels count from the middle of a value's range
+                if WIDE:  # levels count from the middle of a value's range
                     for i in tl.static_range(len(lowest)):
                         middle = tl.fma(scale[len(minimum)], (2**L.value_bits - 1) / 2, lowest[i])
                         minimum = minimum + [middle]
@@ -301,18 +309,18 @@ def decode(
                         y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
                     scores = scores + [tl.where(bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2)) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
-        if STAGES == 1:
+        if not WIDE:
             keys = next_keys
             fields = load_fields(p_groups, next_pages, CODES, L.fields, COLUMNS)
             kept = load_kept(p_kept, tile, next_pages, TILE)
 
         state = []
         decay = []
-        integers = []
+        weighted = []
         for x in tl.static_range(OWN):
             factor = nothing + 1.0 if SCALED else slope[x]
             shift = nothing if SCALED else means[x]
-            if HALVES:
+            if WIDE:
                 w = weigh_halves(scores[x::OWN], factor, shift, scale, exponent, unit[x], COLUMNS)
                 w = [highest[x]] + w
             else:
@@ -320,7 +328,7 @@ def decode(
             weights = w[3 : 3 + TOKENS]
             new_total = total[x] * w[2]
             new_scaled = scaled[x]
-            if not HALVES:
+            if not WIDE:
                 new_scaled *= w[2]
             new_minima = minima[x]
             if L.value_format == "min_max":
@@ -328,34 +336,27 @@ def decode(
             for r in tl.static_range(0, TOKENS, 2):
                 new_total += weights[r] + weights[r + 1]
             for r in tl.static_range(TOKENS):
-                if not HALVES:
+                if not WIDE:
                     new_scaled = tl.fma(weights[r], scale[r], new_scaled)
                 if L.value_format == "min_max":
                     new_minima = tl.fma(weights[r], minimum[r], new_minima)
             state = state + [w[0], w[1], new_total, new_scaled, new_minima]
             decay = decay + [w[2]]
-            integers = integers + w[3 + TOKENS :]
+            weighted = weighted + w[3 + TOKENS :]
         highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
-        if STAGES == 1:
+        if not WIDE:
             if L.centered:
                 means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
             next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
 
         operands = []
         for u in tl.static_range(TILE):
-            if HALVES:
-                operands = operands + half_operand(integers, u, TILE, COLUMNS)
-            else:
-                operands = operands + weight_operand(integers, u, TILE, selector, COLUMNS)
-        if HALVES:
-            sums = add_half_values(
-                sums, sum_columns(decay, lane, COLUMNS), values, half_table, operands, L, COLUMNS, TILE
-            )
+            operands = operands + weight_operand(weighted, u, TILE, selector, COLUMNS)
+        if WIDE:
+            decay = sum_columns(decay, lane, COLUMNS)
+            sums = add_half_values(sums, decay, values, value_table, operands, L, COLUMNS, TILE)
         else:
-            sums = add_values(
-                sums, sum_columns(decay, lane, COLUMNS), values, value_table, operands, magic, L, COLUMNS, TILE
-            )
-        if STAGES == 1:
+            sums = add_int8_values(sums, decay[0], values, value_table, operands, magic, L, TILE)
             values = next_values
 
     row = (i_h.to(tl.int64) * slots + slot) * columns
@@ -366,7 +367,7 @@ def decode(
         mask = (column < columns) & (g == 0 if COLUMNS == 4 else t == 0)
         p_stats_row = p_stats + 2 * (row + column)
         weight = over_column(total[x], False, COLUMNS)
-        if HALVES:
+        if WIDE:
             tl.store(p_stats_row, unit[x], mask=mask)
             tl.store(p_stats_row + 1, weight, mask=mask)
             offsets = offsets + [over_column(minima[x], False, COLUMNS)]
@@ -398,7 +399,8 @@ def decode(
 @lru_cache(maxsize=None)
 def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
     """The int8 of each code: of keys, then of values, eight bytes in two words; 4-bit codes, which have a sign of their own,
-    have their magnitudes there. Then `MAGIC`. Int32 [5, 32]: each lane has its copy.
+    have their magnitudes there. Then `MAGIC`, and the bytes of the values' levels as fp16 (`dequant.level_tables`). Int32
+    [9, 32]: each lane has its copy.
     """
     words = []
     for side in ("key", "value"):
@@ -406,7 +408,7 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
-    words.extend(_table_words(layout, "value"))
+    words.extend(table_words(layout, "value"))
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 

@@ -1,7 +1,4 @@
-"""The decode kernel's two products: keys and queries, values and weights.
-
-The numbers of queries and weights have 16 bits, a high and a low byte. See `decode.py` for where both stand.
-"""
+"""The decode kernel's two products: keys and queries, values and weights. See `decode.py` for which stand where."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ MAGIC = tl.constexpr(0x4B400000)  # the bits of 1.5 * 2**23: added to an integer
 
 @triton.jit
 def lane_column(lane, x: tl.constexpr, COLUMNS: tl.constexpr):
-    """The number of a lane's column x."""
+    """The number of a lane's column x, of those that it has scores of."""
     return lane % 4 if COLUMNS == 4 else lane // 4 + 8 * x
 
 
@@ -48,8 +45,8 @@ def over_column(x, MAX: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def sum_columns(x, lane, COLUMNS: tl.constexpr):
-    """Numbers of the columns that a lane has scores of (`lane_column`) to those of columns that it has sums of (`add_values`):
-    the same with 4 columns."""
+    """Numbers of the columns that a lane has scores of (`lane_column`) to those of the columns that it has sums of: the same
+    with 4 columns, else 8n + 2t and 8n + 2t + 1."""
     if COLUMNS == 4:
         return x
     else:
@@ -64,10 +61,9 @@ def sum_columns(x, lane, COLUMNS: tl.constexpr):
 def load_operand(p_query, columns, L: tl.constexpr, COLUMNS: tl.constexpr):
     """The query as operands, a chunk after the other.
 
-    With 4 columns, right ones of two words: lane 4g + t holds the high (even g) or low bytes of column g / 2; fp16 queries
-    have two products a chunk. Else left ones of four: with 8 columns, the high bytes are above the low ones; with 16, there
-    is an operand of each. fp16 queries have two products a chunk, the second half of whose rows nobody reads if there are 8
-    columns.
+    With 4 columns, right ones of two words: lane 4g + t holds the high (even g) or low bytes of column g / 2. Else left ones
+    of four: 8 columns have their high bytes above their low ones, 16 have an operand of each. fp16 queries have two products
+    a chunk, the second half of whose rows nobody reads if there are 8 columns.
     """
     lane = tl.arange(0, 32)
     g = lane // 4
@@ -189,37 +185,23 @@ def fp8_scores(words, query, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, COLUMNS: tl.constexpr):
-    """Weights, 16 bits in the order (column of the lane, group, token of the lane), of group u as right operands: two words,
-    or for each block of columns two for the high and two for the low bytes."""
+    """Weights, in the order (column of the lane, group, token of the lane), of group u as right operands.
+
+    With 4 columns, of 16-bit integers: two words. Else of fp32 as fp16: two words for each half of the tokens, one block of 8
+    columns after the other; the lane that has a weight is the one that it is wanted in.
+    """
+    words = []
     if COLUMNS == 4:  # the same in both columns, of which one will keep the high bytes and the other the low ones
         rows = []
         for r in tl.static_range(4):
             w = weights[4 * u + r]
             rows = rows + [transpose(permute_bytes(w, w, 0x1010))]
-        return [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
+        words = [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
     else:
-        words = []
         for block in tl.static_range(COLUMNS // 8):
-            highs = []
-            lows = []
-            for h in tl.static_range(2):  # of the tokens
-                w = weights[8 * (TILE * block + u) + 4 * h : 8 * (TILE * block + u) + 4 * h + 4]
-                first = permute_bytes(w[0], w[1], 0x5140)
-                second = permute_bytes(w[2], w[3], 0x5140)
-                highs = highs + [permute_bytes(first, second, 0x7632)]
-                lows = lows + [permute_bytes(first, second, 0x5410)]
-            words = words + highs + lows
-        return words
-
-
-@triton.jit
-def half_operand(weights, u: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `weight_operand`, of fp32 weights as fp16: two words for each half of the tokens, for each block of columns."""
-    words = []
-    for block in tl.static_range(COLUMNS // 8):
-        for i in tl.static_range(4):
-            w = weights[8 * (TILE * block + u) + 2 * i : 8 * (TILE * block + u) + 2 * i + 2]
-            words = words + [join_halves(w[0], w[1])]
+            for i in tl.static_range(4):
+                w = weights[8 * (TILE * block + u) + 2 * i : 8 * (TILE * block + u) + 2 * i + 2]
+                words = words + [join_halves(w[0], w[1])]
     return words
 
 
@@ -231,10 +213,8 @@ def add_bytes(high, low):
 
 
 @triton.jit
-def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """sums * decay + the tile's values times weights, in the order (dimension, column): dimension g * D/8 + the index, with 4
-    columns column t, else columns 8n + 2t and 8n + 2t + 1."""
-    BLOCKS: tl.constexpr = (COLUMNS + 7) // 8
+def add_int8_values(sums, decay, values, table, weights, magic, L: tl.constexpr, TILE: tl.constexpr):
+    """sums * decay + the tile's values times integer weights, of 4 columns: sum i is that of dimension g * D/8 + i."""
     words = []
     for u in tl.static_range(TILE):
         words = words + lane_words(part(values, u, TILE), L.value_words)
@@ -244,31 +224,18 @@ def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, COLU
         for u in tl.static_range(TILE):
             levels = levels + chunk_int8(part(words, u, TILE), c, table, L.value_bits)
         for p in tl.static_range(2):
-            products = []
-            for block in tl.static_range(BLOCKS):
-                first = magic
-                second = magic
-                for u in tl.static_range(TILE):
-                    a = levels[8 * u + 4 * p : 8 * u + 4 * p + 4]
-                    b = part(part(weights, u, TILE), block, BLOCKS)
-                    first = multiply_int8_by_bytes(a, b[:2], first)
-                    if COLUMNS > 4:
-                        second = multiply_int8_by_bytes(a, b[2:], second)
-                products = products + first + second
+            x = magic
+            for u in tl.static_range(TILE):
+                x = multiply_int8_by_bytes(levels[8 * u + 4 * p : 8 * u + 4 * p + 4], part(weights, u, TILE), x)
             for e in tl.static_range(2):
-                if COLUMNS == 4:
-                    new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(products[2 * e], products[2 * e + 1]))]
-                else:
-                    for x in tl.static_range(COLUMNS // 4):
-                        block = products[8 * (x // 2) : 8 * (x // 2) + 8]  # high, then low bytes
-                        product = add_bytes(block[2 * e + x % 2], block[4 + 2 * e + x % 2])
-                        new = new + [tl.fma(sums[len(new)], decay[x], product)]
+                new = new + [tl.fma(sums[len(new)], decay, add_bytes(x[2 * e], x[2 * e + 1]))]
     return new
 
 
 @triton.jit
 def add_half_values(sums, decay, values, table, weights, L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """`add_values` for fp16 weights."""
+    """The same for fp16 weights and more columns, in the order (dimension, column): columns 8n + 2t and 8n + 2t + 1, as
+    `decay`. The sums stay where the products leave them."""
     BLOCKS: tl.constexpr = COLUMNS // 8
     words = []
     for u in tl.static_range(TILE):
@@ -288,7 +255,7 @@ def add_half_values(sums, decay, values, table, weights, L: tl.constexpr, COLUMN
                     for i in tl.static_range(2):
                         x = x + [sums[2 * BLOCKS * (4 * c + 2 * p + e) + 2 * block + i] * decay[2 * block + i]]
                 for u in tl.static_range(TILE):
-                    for h in tl.static_range(2):
+                    for h in tl.static_range(2):  # of the tokens
                         y = pairs[16 * u + 8 * p + 4 * h : 16 * u + 8 * p + 4 * h + 4]
                         b = part(part(weights, u, TILE), block, BLOCKS)[2 * h : 2 * h + 2]
                         x = multiply_fp16([y[0], y[2], y[1], y[3]], b, x)
