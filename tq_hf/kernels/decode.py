@@ -8,10 +8,10 @@ Up to 4 columns: keys and values are the left operands, and weights are integers
     scores   = key levels [32 tokens, D] x query [D, 8]
     sums     = value levels [D, 32 tokens] x weights [32, 8]
 
-Column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds both. Weights are relative
-to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a flat tail; sums are
-kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway. The loop is
-software-pipelined by hand, one tile ahead, in registers.
+Column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds both. Weights are
+relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a flat
+tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway. The loop
+is software-pipelined by hand, one tile ahead, in registers.
 
 Up to 16 columns: queries are the left operand.
 
@@ -23,8 +23,8 @@ weights. These are fp16 and the sums are the product's accumulators: with so man
 more than the longer dequantization. Sums and queries need the registers, so tiles are copied ahead to shared memory, by
 Triton's pipeliner.
 
-Everything is a list of blocks [32], a register each. A tile is one group or, where codes are narrow, the next as well, of the
-same page or of the next one: so much has to be on its way from memory at any time.
+Everything is a list of blocks [32], a register each. A tile is one group or, where codes are narrow, the next as well, of
+the same page or of the next one: so much has to be on its way from memory at any time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from .tiles import (
     tile_groups,
     token_halves,
 )
-from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
+from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two
 
 STAGES = tl.constexpr(3)  # of the loop for more than 4 columns: copies are two tiles ahead
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
@@ -307,7 +307,8 @@ def decode(
                         y = tl.fma(y, slope[x], means[u % PAGES * OWN + x])
                     if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
                         y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
-                    scores = scores + [tl.where(bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2)) != 0, y, float("-inf"))]
+                    live = (bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2))) != 0
+                    scores = scores + [tl.where(live, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
         if not WIDE:
             keys = next_keys

@@ -187,8 +187,8 @@ def fp8_scores(words, query, L: tl.constexpr, COLUMNS: tl.constexpr):
 def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, COLUMNS: tl.constexpr):
     """Weights, in the order (column of the lane, group, token of the lane), of group u as right operands.
 
-    With 4 columns, of 16-bit integers: two words. Else of fp32 as fp16: two words for each half of the tokens, one block of 8
-    columns after the other; the lane that has a weight is the one that it is wanted in.
+    With 4 columns, of 16-bit integers: two words. Else of fp32 as fp16: two words for each half of the tokens, one block of
+    8 columns after the other; the lane that has a weight is the one that it is wanted in.
     """
     words = []
     if COLUMNS == 4:  # the same in both columns, of which one will keep the high bytes and the other the low ones

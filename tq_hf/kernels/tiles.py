@@ -134,8 +134,8 @@ def load_means(p_means, tile, pages, columns, own_columns, GROUP_BITS: tl.conste
 
 @triton.jit
 def field_words(words, FIELD: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A field of a lane's tokens as words of two fp16: for 4 columns those of tokens 8r + g, r = 0, 1 and 2, 3; else those of
-    tokens 8r + 2t + a, in the order (halves of r, a)."""
+    """A field of a lane's tokens as words of two fp16: for 4 columns those of tokens 8r + g, r = 0, 1 and 2, 3; else those
+    of tokens 8r + 2t + a, in the order (halves of r, a)."""
     REST: tl.constexpr = FIELDS == 1 or FIELD == 2  # in a block of its own
     block = words[len(words) - 1] if REST else words[0]
     FIRST: tl.constexpr = 0 if REST else 2 * FIELD
