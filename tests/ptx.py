@@ -87,6 +87,10 @@ def lane_of_four(x: Register, index: Register) -> list[Register]:
     return [x[4 * G + int(index[0])]]
 
 
+def lane_of(x: Register, index: Register) -> list[Register]:
+    return [x[index]]
+
+
 def largest_of_warp(x: Register) -> list[Register]:
     return [_word(np.full(32, _unsigned(x).max()))]
 
@@ -146,7 +150,8 @@ def multiply(
 INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "prmt.b32": permute_bytes,
     "shfl.sync.bfly": lane_xor,
-    "shfl.sync.idx": lane_of_four,
+    "0x1c1f": lane_of_four,
+    "shfl.sync.idx": lane_of,
     "redux.sync.max.u32": largest_of_warp,
     "movmatrix": transpose,
     "ex2.approx": power_of_two,

@@ -120,7 +120,7 @@ def resources(
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), compiled.metadata.shared
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
@@ -205,13 +205,22 @@ def test_decode_spills_nothing(
     assert lanes_hold_elements(compile_launch(decode, architecture).asm["ttgir"]) >= 50
 
 
-@pytest.mark.parametrize(("dim", "columns", "most"), [(256, 8, 80), (128, 16, 160)])
+@pytest.mark.parametrize(
+    ("preset", "dim", "columns", "most"),
+    [("tq4", 256, 8, 0), ("tq4", 128, 16, 64), ("tq2", 128, 16, 16), ("4bit_nc", 128, 16, 64), ("k8v4", 128, 16, 16)],
+)
 def test_the_widest_decode_spills_little(
-    monkeypatch: pytest.MonkeyPatch, dim: int, columns: int, most: int, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, most: int, tmp_path: Path
 ) -> None:
-    decode = launches(monkeypatch, 90, "tq4", dim, columns, 1, 100)["decode"]
-    assert resources(decode, 90, tmp_path)[1] <= most
-    assert lanes_hold_elements(compile_launch(decode, 90).asm["ttgir"]) >= 200
+    """And copies tiles ahead, into no more shared memory than is counted on."""
+    schedule_module = importlib.import_module("tq_hf.kernels.schedule")
+    decode = launches(monkeypatch, 90, preset, dim, columns, 1, 100)["decode"]
+    registers, stack = resources(decode, 90, tmp_path)
+    assert registers <= 168 and stack <= most
+    compiled = compile_launch(decode, 90)
+    assert lanes_hold_elements(compiled.asm["ttgir"]) >= 100
+    group = 4 * decode[3]["L"].group_words
+    assert 2 * group <= compiled.metadata.shared <= 2 * (group + schedule_module.DECODE_REST)
 
 
 @pytest.mark.parametrize(

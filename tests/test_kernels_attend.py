@@ -223,6 +223,12 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq3", 32, length=200, group=8, options=narrow(64)),
         Case("tq2", 32, length=330, group=2, options=narrow(128)),
         Case("tq4", 64, length=150, group=7, queries=2, options=narrow(64)),  # two blocks of columns
+        Case("tq4", 32, length=175, group=5, rows=2, row_start=(0, 70), options=narrow()),
+        Case("tq3v2", 32, length=77, group=16, options=narrow()),
+        Case("tq2", 32, length=175, group=8, rows=2, row_start=(0, 70), options=narrow()),  # two pages a tile
+        Case("3bit_nc", 32, length=77, group=12, options=narrow()),
+        Case("4bit_nc", 32, length=77, group=8, options=narrow()),
+        Case("k8v4", 32, length=77, group=6, options=narrow()),
         Case("k8v4", 32, length=77, group=16, options=narrow()),
         Case("k8v4", 32, length=77, options=narrow(value_bits=8)),
         Case("4bit_nc", 32, length=77, options=narrow(value_bits=2), dtype=torch.float32),
@@ -263,6 +269,10 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(value_size=1e-4),
         Case(value_size=1e4),
         Case(key_size=1e3),
+        Case(value_size=1e-4, group=8),
+        Case(value_size=1e4, group=9),
+        Case(rows=2, row_start=(50, 3), softcap=5.0, group=6, mask="row", aux_sinks=True),
+        Case(rows=2, row_start=(78, 0), group=16),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layout import LANES, PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
-from .decode import decode, int8_tables, steps
+from .decode import STAGES, decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .extend import MEANS, extend, rotate_means
@@ -28,10 +28,11 @@ from .tail import TAIL_TOKENS
 from .workspace import Sections
 
 REGISTERS = 65536  # of a multiprocessor
-# Columns of a program of the decode kernel, the sums of which are half of a lane's registers: up to 128 dimensions, beyond.
+# Columns of a program of the decode kernel, as many as a lane's registers hold sums of: up to 128 dimensions, beyond.
 DECODE_COLUMNS, DECODE_COLUMNS_WIDE = 16, 8
 # Its registers are capped, rather high: it takes more than it needs, to load earlier.
 DECODE_REGISTERS = (168, 255)
+DECODE_REST = 512  # bytes of shared memory that it takes for a group beside the group
 PREPARE_REGISTERS = (168, 255)  # of a program that prepares: up to 128 dimensions, beyond
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
 # Words of a lane and group up to which two groups make a tile, and up to which they do in splits of so many groups.
@@ -237,7 +238,7 @@ def schedule(
     if fast:
         decode_launch = Launch(
             decode, (heads, slots + tail_programs, 1), {"num_warps": 1, "maxnreg": registers, **early},
-            {"L": page_spec(page), "NX": lane_columns(columns), "TILE": tile, **sharing,
+            {"L": page_spec(page), "COLUMNS": decode_columns(columns), "TILE": tile, **sharing,
              "ROTATE_BACK": rotates and not rotated, "TAIL": has_tail, "CAUSAL": causal, "DEPENDENT": overlap},
         )  # fmt: skip
     elif wide:
@@ -333,19 +334,19 @@ def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtyp
     return torch.int16 if fast and page.key_format == "lloyd_max" else torch.float16
 
 
-def lane_columns(columns: int) -> int:
-    """Columns that a lane of the decode kernel has."""
-    return 1 if columns <= 4 else 2 if columns <= 8 else 4
+def decode_columns(columns: int) -> int:
+    """Columns of the decode kernel's products."""
+    return 4 if columns <= 4 else 8 if columns <= 8 else 16
 
 
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
+    if columns > 4:
+        return DECODE_REGISTERS[0]  # tiles wait in shared memory
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
-    own = lane_columns(columns)
-    sums = page.value_dim_padded // 8 * own
-    query = page.key_dim_padded // 16 * (max(own, 2) if page.key_format == "fp8" else own)
-    others = 10 + 38 * own
-    return next((n for n in DECODE_REGISTERS if words + sums + query + others <= n), DECODE_REGISTERS[-1])
+    query = page.key_dim_padded // (8 if page.key_format == "fp8" else 16)
+    needed = words + page.value_dim_padded // 8 + query + 48
+    return next((n for n in DECODE_REGISTERS if needed <= n), DECODE_REGISTERS[-1])
 
 
 def _decode_tile(
@@ -356,11 +357,15 @@ def _decode_tile(
     groups, processors = max_entries * page.groups, _properties(device).multi_processor_count
     words = page.key_words_per_lane + page.value_words_per_lane
     tile = 1
-    if decode_registers(page, columns, 2) == DECODE_REGISTERS[0]:
+    if columns <= 8 and decode_registers(page, columns, 2) == DECODE_REGISTERS[0]:
         is_long = batch * heads * groups * DECODE_REGISTERS[0] >= DECODE_LONG * (REGISTERS // 32) * processors
         tile = 2 if words <= DECODE_WORDS or (words <= DECODE_WORDS_OF_LONG and columns <= 4 and is_long) else 1
     registers = decode_registers(page, columns, tile)
-    wave = REGISTERS // (32 * registers) * processors
+    programs = REGISTERS // (32 * registers)
+    if columns > 4:
+        copies = (STAGES.value - 1) * tile * (4 * page.group_words + DECODE_REST) + 1024
+        programs = min(programs, _properties(device).shared_memory_per_multiprocessor // copies)
+    wave = programs * processors
     most = batch * cdiv(groups, max(tile, DECODE_GROUPS)) + batch
     # Programs of exact tokens come last and follow each other in the places that slots leave.
     turns = max(1, int(batch * groups * heads / wave / TAIL_GROUPS))

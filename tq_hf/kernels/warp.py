@@ -36,6 +36,14 @@ def lane_of_four(x, index: tl.constexpr):
 
 
 @triton.jit
+def lane_of(x, index):
+    """The value of lane `index`."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, index], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def largest_of_warp(x):
     """The largest unsigned number of all lanes."""
     return tl.inline_asm_elementwise(
