@@ -120,7 +120,7 @@ def resources(
     text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
-    return int(found[1]), int(found[2]), compiled.metadata.shared
+    return int(found[1]), int(found[2])
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
