@@ -2,19 +2,30 @@
 """Times decode attention over packed pages on a GPU, beside torch's SDPA over bf16 keys and values.
 
 Pages are written by the package's own commit, and one row and head of every measured configuration is checked against the
-reference. Times are per call, from CUDA-graph replay over as many copies of the cache as exceed the L2 cache.
+reference. Times are per call, from CUDA-graph replay over as many copies of the cache as exceed the L2 cache:
 
-    python scripts/bench_decode.py [--json PATH] [--presets tq4,tq3] [--shapes 1x8k,8x32k]
+    total       everything that `attend` launches
+    fwd + comb  packed pages, the exact tokens (window, sinks, new ones) and the combination; without the preparation
+    prepare     what goes before: the queries, the scores of the pages' mean keys, the tokens that count
+    fwd         packed pages and exact tokens alone
+
+    python scripts/bench_decode.py [--json PATH] [--presets tq4,tq3] [--shapes 1x8k,8x32k] [--heads 2x7x64]
+
+Rows that the JSON holds already are not measured again, if they were measured on this GPU with the same code.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import hashlib
 import json
 import math
+import multiprocessing
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,19 +37,58 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tq_hf import reference
 from tq_hf.config import TurboQuantConfig
-from tq_hf.kernels.commit import commit
+from tq_hf.kernels import attend, commit
+from tq_hf.kernels.schedule import Launch
 
-attend_module = importlib.import_module("tq_hf.kernels.attend")
-attend = attend_module.attend
-
-KV_HEADS, GROUP, DIM = 8, 4, 128
+ROOT = Path(__file__).resolve().parents[1]
 PRESETS = "tq4,tq3,tq3v2,tq2,4bit_nc,3bit_nc,k8v4"
 SHAPES = "1x8k,1x32k,1x128k,8x8k,8x32k,32x32k"
-HOST_CALLS = 50
+HEADS = "8x8x128,4x7x128,2x6x128,2x7x64,3x3x64,1x4x256,32x1x96"  # besides 8x4x128
+OTHER_HEADS = ("tq4", "8x32k")  # what they are measured with
+RAGGED = (1, 2, 4, 8, 16, 32, 48, 64)  # thousands of tokens of a batch's rows
 CHUNK = 4096
+HOST_CALLS = 50
 ROTATED_BYTES = 2.5e8  # several times the largest L2 cache
-TOLERANCE = 5e-3  # bf16 outputs
+CHECKED = 128  # queries, at most, that are compared with the reference
+TOLERANCE = 2e-3  # relative RMS error of bf16 outputs
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`heads`: KV heads x query heads for each x head_dim; `shape`: rows x thousands of tokens, or "ragged"."""
+
+    heads: str
+    shape: str
+    preset: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """KV heads, query heads a KV head, head_dim."""
+        kv_heads, group, dim = map(int, self.heads.split("x"))
+        return kv_heads, group, dim
+
+    @property
+    def rows(self) -> int:
+        return len(RAGGED) if self.shape == "ragged" else int(self.shape.split("x")[0])
+
+    @property
+    def length(self) -> int:
+        return 1024 * (max(RAGGED) if self.shape == "ragged" else int(self.shape.split("x")[1].removesuffix("k")))
+
+
+@dataclass
+class State:
+    """A filled layer, the next token, and the rest of `attend`'s arguments."""
+
+    layout: str
+    state: dict[str, Tensor]
+    new: tuple[Tensor, Tensor]
+    query: Tensor
+    rest: list[Any]
+
+    def attend(self, **changed: Tensor) -> Tensor:
+        return attend(self.query, *self.new, *(self.state | changed).values(), *self.rest)
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
@@ -76,17 +126,19 @@ def copies(size: int) -> int:
     return min(32, max(1, math.ceil(ROTATED_BYTES / size)))
 
 
-def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+def tokens(case: Case, length: int) -> tuple[Tensor, Tensor]:
     """Keys with a mean of their own in every channel, and values: bf16 [rows, heads, length, dim]."""
-    shape = (rows, KV_HEADS, length, DIM)
+    kv_heads, _, dim = case.sizes
+    shape = (case.rows, kv_heads, length, dim)
     key = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    key += 3 * torch.randn(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16, device="cuda")
+    key += 3 * torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16, device="cuda")
     return key, torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def sdpa_times(rows: int, length: int) -> dict[str, float]:
-    key, value = tokens(rows, length)
-    query = torch.randn(rows, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16, device="cuda")
+def sdpa_times(case: Case) -> dict[str, float]:
+    kv_heads, group, dim = case.sizes
+    key, value = tokens(case, case.length)
+    query = torch.randn(case.rows, kv_heads * group, 1, dim, dtype=torch.bfloat16, device="cuda")
     pairs = [(key.clone(), value.clone()) for _ in range(copies(2 * key.nbytes))]
     calls = [lambda k=k, v=v: scaled_dot_product_attention(query, k, v, enable_gqa=True) for k, v in pairs]
     times = {}
@@ -99,59 +151,70 @@ def sdpa_times(rows: int, length: int) -> dict[str, float]:
     return times
 
 
-def filled_state(preset: str, rows: int, length: int) -> tuple[str, dict[str, Any], tuple[Tensor, Tensor]]:
-    """Layout, state after committing `length` tokens, and the next token's key and value."""
-    config = TurboQuantConfig.from_preset(preset)
-    layout = config.layout(DIM, DIM, torch.bfloat16)
-    page, sinks, window = config.page_size, config.sink_tokens, config.recent_window
-    entries = length // page + 1
+def empty_state(case: Case) -> State:
+    """A layer with room for the case, without tokens."""
+    config = TurboQuantConfig.from_preset(case.preset)
+    kv_heads, group, dim = case.sizes
+    layout = config.layout(dim, dim, torch.bfloat16)
+    rows, page, sinks, window = case.rows, config.page_size, config.sink_tokens, config.recent_window
+    entries = case.length // page + 1
     ints = {"dtype": torch.int32, "device": "cuda"}
     exact = {"dtype": torch.bfloat16, "device": "cuda"}
     starts = sinks + page * torch.arange(entries, **ints)
     state = {
-        "pool": torch.empty(rows * entries, KV_HEADS, layout.page_words, **ints),
-        "ring_key": torch.empty(rows, KV_HEADS, window + page, DIM, **exact),
-        "ring_value": torch.empty(rows, KV_HEADS, window + page, DIM, **exact),
-        "sink_key": torch.empty(rows, KV_HEADS, sinks, DIM, **exact),
-        "sink_value": torch.empty(rows, KV_HEADS, sinks, DIM, **exact),
+        "pool": torch.empty(rows * entries, kv_heads, layout.page_words, **ints),
+        "ring_key": torch.empty(rows, kv_heads, window + page, dim, **exact),
+        "ring_value": torch.empty(rows, kv_heads, window + page, dim, **exact),
+        "sink_key": torch.empty(rows, kv_heads, sinks, dim, **exact),
+        "sink_value": torch.empty(rows, kv_heads, sinks, dim, **exact),
         "page_ids": torch.randperm(rows * entries, device="cuda").int().view(rows, entries),
         "entries": torch.stack([starts, torch.full_like(starts, page)], 1),
         "row_start": torch.zeros(rows, **ints),
         "counters": torch.tensor([0, sinks, 0], **ints),
-        "balance": torch.randn(rows, KV_HEADS, DIM, device="cuda").div(2).exp() if config.balance_keys else None,
+        "balance": torch.randn(rows, kv_heads, dim, device="cuda").div(2).exp() if config.balance_keys else None,
     }
-    flags = torch.zeros(KV_HEADS, **ints)
-    key, value = tokens(rows, CHUNK)
+    query = torch.randn(rows, kv_heads * group, 1, dim, dtype=torch.bfloat16, device="cuda")
+    rest = [None, None, layout.name, dim**-0.5, 0.0, True, entries]
+    return State(layout.name, state, tokens(case, 1), query, rest)
+
+
+def fill(case: Case, layer: State, length: int) -> None:
+    """Commit `length` tokens."""
+    config = TurboQuantConfig.from_preset(case.preset)
+    flags = torch.zeros(case.sizes[0], dtype=torch.int32, device="cuda")
+    key, value = tokens(case, CHUNK)
+    due = CHUNK // config.page_size + 1
     for start in range(0, length, CHUNK):
         n = min(CHUNK, length - start)
         key[:, :, :n].mul_(0.999)  # a little different every time
-        commit(key[:, :, :n], value[:, :, :n], *state.values(), flags, None, layout.name, window, CHUNK // page + 1)
+        part = (key[:, :, :n], value[:, :, :n])
+        commit(*part, *layer.state.values(), flags, None, layer.layout, config.recent_window, due)
     if flags.any():
-        raise RuntimeError(f"{preset}: commit raised flags {flags.tolist()}")
-    return layout.name, state, (key[:, :, :1], value[:, :, :1])
+        raise RuntimeError(f"{case}: commit raised flags {flags.tolist()}")
 
 
-def error_of(out: Tensor, query: Tensor, new: tuple[Tensor, Tensor], state: dict[str, Any], rest: list[Any]) -> float:
-    """Relative RMS error of the last row's last KV head against the reference."""
+def error_of(case: Case, layer: State) -> float:
+    """Relative RMS error of the last row's last KV head, and of its last queries, against the reference."""
+    group, state = case.sizes[1], layer.state
     one = {name: x[-1:, -1:] for name, x in state.items() if name.startswith(("ring", "sink"))}
     one |= {"pool": state["pool"][:, -1:], "page_ids": state["page_ids"][-1:], "row_start": state["row_start"][-1:]}
     one |= {"entries": state["entries"], "counters": state["counters"]}
     one["balance"] = None if state["balance"] is None else state["balance"][-1:, -1:]
-    inputs = [query[-1:, -GROUP:], *(x[-1:, -1:] for x in new)]
-    expected = reference.attend(*(x.float() for x in inputs), *(one[name] for name in state), *rest)
-    actual = out[-1:, :, -GROUP:].float()
+    inputs = [layer.query[-1:, -group:, -CHECKED:], *(x[-1:, -1:] for x in layer.new)]
+    expected = reference.attend(*(x.float() for x in inputs), *(one[name] for name in state), *layer.rest)
+    actual = layer.attend()[-1:, -CHECKED:, -group:].float()
     return float((actual - expected).norm() / expected.norm())
 
 
-def without(*kernels: Any) -> Any:
+def without(*kernels: str) -> Any:
     """A context in which `attend` does not launch these kernels."""
-    launch = attend_module.launch
+    run = Launch.__call__
 
-    def launch_others(kernel: Any, *args: Any, **constants: Any) -> None:
-        if not any(kernel is skipped for skipped in kernels):
-            launch(kernel, *args, **constants)
+    def run_others(launch: Launch, *arguments: Any) -> None:
+        if launch.launcher.kernel.fn.__name__ not in kernels:
+            run(launch, *arguments)
 
-    return mock.patch.object(attend_module, "launch", launch_others)
+    return mock.patch.object(Launch, "__call__", run_others)
 
 
 def host_time(call: Callable[[], Any]) -> float:
@@ -165,73 +228,126 @@ def host_time(call: Callable[[], Any]) -> float:
     return elapsed * 1e6 / HOST_CALLS
 
 
-def measure(preset: str, rows: int, length: int) -> dict[str, Any]:
-    """Times of one configuration in microseconds, bytes of its pages and the error against the reference."""
-    layout, state, new = filled_state(preset, rows, length)
-    pages = int(state["counters"][2])
-    size = pages * rows * state["pool"][0].nbytes
-    query = torch.randn(rows, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16, device="cuda")
-    rest = [None, None, layout, DIM**-0.5, 0.0, True, state["page_ids"].shape[1]]
-    states = [state] + [state | {"pool": state["pool"].clone()} for _ in range(copies(size) - 1)]
-    error = error_of(attend(query, *new, *state.values(), *rest), query, new, state, rest)
-    if not error <= TOLERANCE:
-        raise RuntimeError(f"{preset} {rows}x{length}: relative RMS error {error:.1e} against the reference")
-    calls = [lambda s=s: attend(query, *new, *s.values(), *rest) for s in states]
-    total = microseconds(calls)
-    with without(attend_module.plan, attend_module.attend_exact):
-        packed = microseconds(calls)
-    with without(attend_module.plan, attend_module.attend_exact, attend_module.combine):
-        decode = microseconds(calls)
-    return {
-        "preset": preset,
-        "rows": rows,
-        "length": length,
-        "attend": total,
-        "packed": packed,
-        "decode": decode,
-        "host": host_time(calls[0]),
-        "bytes": size,
-        "error": error,
-    }
+def measure(case: Case) -> dict[str, Any]:
+    """Times of one case in microseconds, bytes of its pages and the error against the reference."""
+    torch.manual_seed(0)
+    layer = empty_state(case)
+    fill(case, layer, case.length)
+    state = layer.state
+    size = int(state["counters"][2]) * case.rows * state["pool"][0].nbytes
+    result: dict[str, Any] = asdict(case)
+    if case.shape == "ragged":
+        even = sum(RAGGED) * 1024 // len(RAGGED)
+        state["row_start"].fill_(case.length - even)
+        result["even"] = microseconds([layer.attend])
+        state["row_start"].copy_(torch.tensor([case.length - 1024 * n for n in RAGGED]))
+        size = size * even // case.length
+    pools = [state["pool"]] + [state["pool"].clone() for _ in range(copies(size) - 1)]
+    result["error"] = error_of(case, layer)
+    calls = [lambda p=p: layer.attend(pool=p) for p in pools]
+    result["total"] = microseconds(calls)
+    with without("prepare"):
+        result["forward_combine"] = microseconds(calls)
+    with without("prepare", "combine"):
+        result["forward"] = microseconds(calls)
+    with without("decode", "combine"):
+        result["prepare"] = microseconds(calls)
+    result |= {"host": host_time(calls[0]), "bytes": size}
+    if not result["error"] <= TOLERANCE:
+        raise RuntimeError(f"{case}: relative RMS error {result['error']:.1e} against the reference")
+    return result
+
+
+def compile_kernels(cases: list[Case]) -> None:
+    """Run the cases' kernels on layers without tokens, in a process of its own: Triton's cache keeps what it compiles."""
+    torch.set_num_threads(1)
+    for i, case in enumerate(cases):
+        layer = empty_state(case)
+        layer.attend()
+        if i == 0:
+            fill(case, layer, min(CHUNK, case.length))
+        torch.cuda.synchronize()
+
+
+def compile_all(cases: list[Case]) -> None:
+    jobs: dict[Any, list[Case]] = {}
+    for case in cases:
+        jobs.setdefault((case.heads, case.preset), []).append(case)
+    workers = min(len(jobs), os.cpu_count() or 1)
+    if workers > 1:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compile_kernels, jobs.values()))
+
+
+def code_hash() -> str:
+    """Changes with everything that a time depends on."""
+    files = [Path(__file__), *sorted((ROOT / "tq_hf").rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def line(result: dict[str, Any], ceiling: float) -> str:
+    sdpa = result["sdpa"]
+    best = min(sdpa, key=lambda name: sdpa[name]) if sdpa else None
+    total, counted = result["total"], result["forward_combine"]
+    cells = [
+        *(result[name] for name in ("heads", "shape", "preset")),
+        *(f"{result[name]:.1f}" for name in ("total", "forward_combine", "prepare", "forward")),
+        f"{result['bytes'] / 1e6:.1f}",
+        f"{result['bytes'] / counted * 1e6 / ceiling:.2f}",
+        f"{sdpa[best]:.1f} ({best})" if best else f"even: {result['even']:.1f}",
+        *(f"{sdpa[best] / x:.2f}" if best else f"{result['even'] / total:.2f}" for x in (total, counted)),
+        f"{result['host']:.0f}",
+        f"{result['error']:.1e}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the results here, row by row")
     parser.add_argument("--presets", default=PRESETS, help=f"default: {PRESETS}")
     parser.add_argument("--shapes", default=SHAPES, help=f"rows x thousands of tokens, default: {SHAPES}")
+    parser.add_argument(
+        "--heads", default=HEADS, help=f"KV heads x query heads for each x head_dim, for one shape, default: {HEADS}"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_decode.py needs a GPU: torch.cuda.is_available() is False.")
-    torch.manual_seed(0)
+    usual = "8x4x128"
+    cases = [Case(usual, shape, preset) for shape in args.shapes.split(",") for preset in args.presets.split(",")]
+    preset, shape = OTHER_HEADS
+    cases += [Case(heads, shape, preset) for heads in filter(None, args.heads.split(","))]
+    cases.append(Case(usual, "ragged", preset))
+
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "code": code_hash()}
+    results: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        before = json.loads(args.json.read_text())
+        if all(before.get(name) == value for name, value in found.items()):
+            results = before["results"]
+    done = {Case(*(result[name] for name in ("heads", "shape", "preset"))): result for result in results}
+    compile_all([case for case in cases if case not in done])
     ceiling = copy_ceiling()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {ceiling / 1e12:.2f} TB/s")
-    print(f"{KV_HEADS} KV heads, {KV_HEADS * GROUP} query heads, head_dim {DIM}; times in microseconds\n")
+    found["copy_bytes_per_second"] = ceiling
+    print(f"{found['gpu']}, torch {found['torch']}: copy {ceiling / 1e12:.2f} TB/s; times in microseconds\n")
     print(
-        "| shape | preset | attend | packed + combine | packed | MB | share of copy | best SDPA | SDPA / attend |"
-        " SDPA / (packed + combine) | host | error |"
+        "| heads | shape | preset | total | fwd + comb | prepare | fwd | MB | share of copy | best SDPA | SDPA / total |"
+        " SDPA / (fwd + comb) | host | error |"
     )
-    print("| --- | --- " + "| ---: " * 10 + "|")
-    results = []
-    for shape in args.shapes.split(","):
-        rows, length = (int(x) for x in shape.removesuffix("k").split("x"))
-        length *= 1024
-        sdpa = sdpa_times(rows, length)
-        backend = min(sdpa, key=lambda name: sdpa[name])
-        for preset in args.presets.split(","):
-            result = measure(preset, rows, length)
-            share = result["bytes"] / result["packed"] * 1e6 / ceiling
-            ratio, packed_ratio = sdpa[backend] / result["attend"], sdpa[backend] / result["packed"]
-            results.append(result | {"sdpa": sdpa, "share_of_copy": share, "times_faster_than_sdpa": ratio})
-            print(
-                f"| {shape} | {preset} | {result['attend']:.1f} | {result['packed']:.1f} | {result['decode']:.1f} |"
-                f" {result['bytes'] / 1e6:.1f} | {share:.2f} | {sdpa[backend]:.1f} ({backend}) | {ratio:.2f} |"
-                f" {packed_ratio:.2f} | {result['host']:.0f} | {result['error']:.1e} |",
-                flush=True,
-            )
-    if args.json:
-        device = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_second": ceiling}
-        args.json.write_text(json.dumps(device | {"results": results}, indent=1) + "\n")
+    print("| --- | --- | --- " + "| ---: " * 11 + "|")
+    sdpa = {(result["heads"], result["shape"]): result["sdpa"] for result in results}
+    for case in cases:
+        if case not in done:
+            where = (case.heads, case.shape)
+            if where not in sdpa:
+                sdpa[where] = {} if case.shape == "ragged" else sdpa_times(case)
+                torch.cuda.empty_cache()
+            done[case] = measure(case) | {"sdpa": sdpa[where]}
+            torch.cuda.empty_cache()
+            results.append(done[case])
+            if args.json:
+                args.json.write_text(json.dumps(found | {"results": results}, indent=1) + "\n")
+        print(line(done[case], ceiling), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Times the store path on a GPU: a long prefill, and decode steps in a CUDA graph.
 
-    python scripts/bench_store.py [--presets tq4 4bit_nc] [--json results.json]
+    python scripts/bench_store.py [--presets tq4 tq2] [--json results.json]
 
-Prints a Markdown table. Each row's packed pages are compared with the torch reference, on a sample, before it is printed.
+Prints a Markdown table. A prefill counts all that happens to a new prompt's keys and values: statistics of queries and keys,
+the balance made from them, page means, packing, exact tokens. A decode step has no statistics to take. Each row's packed
+pages are compared with the torch reference, on a sample, before it is printed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +24,12 @@ from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.layout import PageLayout
 from tq_hf.reference.codec import decode_page
 
-HEADS, DIM, DTYPE = 8, 128, torch.bfloat16
+HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
 PREFILL_TOKENS, SAMPLE_TOKENS, LAYERS = 65536, 4096, 32
+DEFAULT_PRESETS = ["tq4", "tq3", "tq3v2", "tq2", "4bit_nc"]
 
 commit: Callable[..., None] = kernels.commit
+observe: Callable[..., None] = kernels.observe
 reference_commit: Callable[..., None] = reference.commit
 
 
@@ -80,27 +85,52 @@ def random_tokens(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def verify(got: dict[str, Any], expected: dict[str, Any], layout: PageLayout) -> float:
-    """The relative error between both states' decoded pages, as many as `expected` has; raises if it is no rounding."""
+    """The relative difference between both states' decoded pages, as many as `expected` has; raises if it is too much.
+
+    One coordinate in a thousand may have a neighbouring code: it stood next to the boundary between both.
+    """
     used = int(expected["counters"][2])
     worst = 0.0
     pools = (s["pool"][s["page_ids"][0, :used].long()] for s in (got, expected))
     for mine, theirs in zip(*(decode_page(words, layout, DTYPE) for words in pools), strict=True):
         worst = max(worst, ((mine - theirs).norm() / theirs.norm()).item())
-    if not worst <= 5e-3:
-        raise AssertionError(f"decoded pages differ from the reference by {worst:.1e}: expected at most 5e-3.")
+    if not worst <= 2e-2:
+        raise AssertionError(f"decoded pages differ from the reference by {worst:.1e}: expected at most 2e-2.")
     return worst
 
 
 def bench_prefill(preset: str, copy_rate: float) -> dict[str, Any]:
-    """One commit of `PREFILL_TOKENS` tokens to an empty layer."""
+    """A new prompt of `PREFILL_TOKENS` tokens."""
     config = TurboQuantConfig.from_preset(preset)
     layout = config.layout(DIM, DIM, DTYPE)
     key, value = random_tokens(1, PREFILL_TOKENS)
+    query = torch.randn(1, PREFILL_TOKENS, QUERY_HEADS, DIM, device="cuda", dtype=DTYPE).transpose(1, 2)
     layer = state(config, layout, 1, PREFILL_TOKENS)
+    energy = torch.zeros(1, HEADS, DIM, device="cuda")
     empty = layer["counters"].clone()
     rest: tuple[Any, ...] = (None, layout.name, config.recent_window, PREFILL_TOKENS // layout.page_size)
-    seconds = median_seconds(lambda: commit(key, value, *layer.values(), *rest), lambda: layer["counters"].copy_(empty))
-    sample = state(config, layout, 1, SAMPLE_TOKENS)
+    sizes = (layout.page_size, config.sink_tokens, config.recent_window, layout.center_keys)
+    statistics_of = [layer[name] for name in ("ring_key", "row_start", "counters", "balance")]
+
+    def reset() -> None:
+        layer["counters"].copy_(empty)
+        if layer["balance"] is not None:
+            layer["balance"].zero_()
+            energy.zero_()
+
+    def condition() -> None:
+        if layer["balance"] is not None:
+            observe(query, key, *statistics_of, energy, None, *sizes)
+
+    def store() -> None:
+        condition()
+        commit(key, value, *layer.values(), *rest)
+
+    seconds = median_seconds(store, reset)
+    conditioning = 0.0 if layer["balance"] is None else median_seconds(condition, reset)
+    reset()
+    store()
+    sample = state(config, layout, 1, SAMPLE_TOKENS) | {"balance": layer["balance"]}
     reference_commit(key[:, :, :SAMPLE_TOKENS], value[:, :, :SAMPLE_TOKENS], *sample.values(), *rest)
     read = 2 * key.numel() * key.element_size()
     written = PREFILL_TOKENS * HEADS * layout.bytes_per_token
@@ -108,10 +138,25 @@ def bench_prefill(preset: str, copy_rate: float) -> dict[str, Any]:
         "preset": preset,
         "case": f"prefill {PREFILL_TOKENS} tokens",
         "us": seconds * 1e6,
+        "conditioning_us": conditioning * 1e6,
         "input_gb_s": read / seconds / 1e9,
         "share_of_copy": (read + written) / seconds / copy_rate,
         "error": verify(layer, sample, layout),
     }
+
+
+def host_seconds(run: Callable[[], object], reset: Callable[[], object], calls: int = 20, repeats: int = 10) -> float:
+    """CPU time of a call: few of them between synchronizations, so that none waits for a place in the queue."""
+    times = []
+    for _ in range(repeats):
+        reset()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append((time.perf_counter() - began) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 def bench_decode(preset: str, batch: int, due: bool) -> dict[str, Any]:
@@ -142,18 +187,25 @@ def bench_decode(preset: str, batch: int, due: bool) -> dict[str, Any]:
     expected = state(config, layout, batch, history + 1)
     reference_commit(key, value, *expected.values(), *rest, 3)
     assert torch.equal(layers[-1]["counters"], expected["counters"])
+    error = verify(layers[-1], expected, layout)
+
+    def first_token() -> None:  # of an empty layer: the host does the same for every token
+        commit(key[:, :, history:], value[:, :, history:], *layers[0].values(), *rest, int(due))
+
+    empty = torch.tensor([0, config.sink_tokens, 0], dtype=torch.int32, device="cuda")
     return {
         "preset": preset,
         "case": f"decode step, batch {batch}, {'a page' if due else 'no page'} due",
         "us": seconds * 1e6,
-        "error": verify(layers[-1], expected, layout),
+        "host_us": host_seconds(first_token, lambda: layers[0]["counters"].copy_(empty)) * 1e6,
+        "error": error,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     with_kernels = [name for name in sorted(PRESETS) if ops.has_kernels(PRESETS[name].layout(DIM, DIM, DTYPE).name)]
-    parser.add_argument("--presets", nargs="+", default=["tq4", "4bit_nc"], choices=with_kernels)
+    parser.add_argument("--presets", nargs="+", default=DEFAULT_PRESETS, choices=with_kernels)
     parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -165,11 +217,13 @@ def main() -> None:
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}, {HEADS} KV heads, head_dim {DIM}, bf16")
     print(f"device-to-device copy {copy_rate / 1e12:.2f} TB/s\n")
-    print("| preset | case | µs | input GB/s | share of copy | error |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| preset | case | µs | of it conditioning | input GB/s | share of copy | host µs | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        rate = f"{row['input_gb_s']:.0f} | {row['share_of_copy']:.2f}" if "input_gb_s" in row else "– | –"
-        print(f"| {row['preset']} | {row['case']} | {row['us']:.1f} | {rate} | {row['error']:.1e} |")
+        cells = [row["preset"], row["case"], f"{row['us']:.1f}"]
+        forms = {"conditioning_us": ".1f", "input_gb_s": ".0f", "share_of_copy": ".2f", "host_us": ".0f"}
+        cells += [format(row[name], form) if name in row else "–" for name, form in forms.items()]
+        print(f"| {' | '.join(cells)} | {row['error']:.1e} |")
     report = {"gpu": gpu, "torch": torch.__version__, "copy_bytes_per_s": copy_rate, "rows": rows}
     if args.json:
         with open(args.json, "w") as file:

@@ -27,10 +27,12 @@ def install() -> None:
 def create_inline_asm(
     self: Any, asm: str, constraints: str, values: list[Any], types: list[Any], is_pure: bool, pack: int
 ) -> Any:
-    arguments = [np.asarray(value.data).reshape(-1) for value in values]
-    registers = [np.broadcast_to(x, (32,)) for x in arguments]
+    arguments = [np.asarray(value.data) for value in values]
     name = next(name for name in INSTRUCTIONS if name in asm)
-    results = INSTRUCTIONS[name](*registers)
+    # Instructions that move nothing between lanes take any block: a lane then has several registers.
+    shape = np.broadcast_shapes((1,), *(x.shape for x in arguments)) if name in WITHIN_A_LANE else (32,)
+    registers = [np.broadcast_to(x if name in WITHIN_A_LANE else x.reshape(-1), shape).reshape(-1) for x in arguments]
+    results = [x.reshape(shape) for x in INSTRUCTIONS[name](*registers)]
     scalars = [getattr(kind, "scalar", kind) for kind in types]
     return _Results([interpreter.TensorHandle(x, kind) for x, kind in zip(results, scalars, strict=True)])
 
@@ -57,8 +59,13 @@ def _bytes(x: Register, kind: Any) -> Register:
 
 
 def _halves(x: Register) -> Register:
-    """[32, 2] fp16."""
-    return np.ascontiguousarray(x).view(np.float16).reshape(32, 2)
+    """[N, 2] fp16."""
+    return np.ascontiguousarray(x).view(np.float16).reshape(-1, 2)
+
+
+def _join_halves(x: Register) -> Register:
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(x.astype(np.float16)).view(np.int32).reshape(-1)
 
 
 def permute_bytes(a: Register, b: Register, selector: Register) -> list[Register]:
@@ -78,6 +85,10 @@ def lane_xor(x: Register, distance: Register) -> list[Register]:
 
 def lane_of_four(x: Register, index: Register) -> list[Register]:
     return [x[4 * G + int(index[0])]]
+
+
+def lane_of(x: Register, index: Register) -> list[Register]:
+    return [x[index]]
 
 
 def largest_of_warp(x: Register) -> list[Register]:
@@ -102,6 +113,23 @@ def split_halves(x: Register) -> list[Register]:
     return [*np.ascontiguousarray(_halves(x).astype(np.float32).T)]
 
 
+def join_halves(low: Register, high: Register) -> list[Register]:
+    return [np.ascontiguousarray(np.stack([low, high], 1)).view(np.int32).reshape(32)]
+
+
+def pack_halves(low: Register, high: Register) -> list[Register]:
+    return [_join_halves(np.stack([low, high], -1))]
+
+
+def multiply_add_halves(a: Register, b: Register, c: Register) -> list[Register]:
+    return [_join_halves(_halves(a).astype(np.float64) * _halves(b) + _halves(c))]
+
+
+def saturated_multiply_add_halves(a: Register, b: Register, c: Register) -> list[Register]:
+    result = _halves(a).astype(np.float64) * _halves(b) + _halves(c)
+    return [_join_halves(np.nan_to_num(np.clip(result, 0, 1)))]
+
+
 def multiply(
     registers: tuple[Register, ...], left: Callable[..., Register], right: Callable[..., Register], kind: Any
 ) -> list[Register]:
@@ -122,13 +150,19 @@ def multiply(
 INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "prmt.b32": permute_bytes,
     "shfl.sync.bfly": lane_xor,
-    "shfl.sync.idx": lane_of_four,
+    "0x1c1f": lane_of_four,
+    "shfl.sync.idx": lane_of,
     "redux.sync.max.u32": largest_of_warp,
     "movmatrix": transpose,
     "ex2.approx": power_of_two,
     "max.f16x2": larger_halves,
     "cvt.f32.f16": split_halves,
+    "mov.b32 $0, {$1, $2}": join_halves,
+    "cvt.rn.f16x2.f32": pack_halves,
+    "fma.rn.f16x2": multiply_add_halves,
+    "fma.rn.sat.f16x2": saturated_multiply_add_halves,
     "s32.s8.s8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.int8), np.int64),
     "s32.s8.u8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.uint8), np.int64),
     "f32.f16.f16": lambda *x: multiply(x, _halves, _halves, np.float64),
 }
+WITHIN_A_LANE = {"cvt.rn.f16x2.f32", "fma.rn.f16x2", "fma.rn.sat.f16x2"}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ttgir import lanes_hold_elements
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -41,27 +42,33 @@ def launches(
     batch: int,
     entries: int,
     queries: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
-    attend_module = importlib.import_module("tq_hf.kernels.attend")
+    schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
-    def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
-        assert all(size >= 1 for size in grid)
-        found[kernel.fn.__name__] = kernel, options, arguments, constants
+    def record(launch: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        assert tensors[0] is not None and len(launch.grid) == 3 and all(size >= 1 for size in launch.grid)
+        launcher = launch.launcher
+        found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *numbers), launcher.constants
 
     properties = SimpleNamespace(
         major=architecture // 10,
         multi_processor_count=PROCESSORS[architecture],
         shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
-    monkeypatch.setattr(attend_module, "launch", record)
-    monkeypatch.setattr(attend_module, "_properties", lambda device: properties)
-    config = TurboQuantConfig.from_preset(preset)
-    layout = config.layout(dim, dim, torch.bfloat16)
+    monkeypatch.setattr(schedule_module.Launch, "__call__", record)
+    monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
+    schedule_module.schedule.cache_clear()
+    from tq_hf.kernels.attend import attend
+
+    config = TurboQuantConfig.from_preset(preset, **options)
+    layout = config.layout(dim, dim, dtype)
 
     def vectors(*shape: int) -> Tensor:
-        return torch.empty(*shape, dim, dtype=torch.bfloat16)
+        return torch.empty(*shape, dim, dtype=dtype)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32)
@@ -71,7 +78,7 @@ def launches(
     rings = [vectors(batch, heads, slots) for _ in range(2)] + [vectors(batch, heads, sinks) for _ in range(2)]
     table = [numbers(batch, entries), numbers(entries, 2), numbers(batch), numbers(3)]
     balance = torch.empty(batch, heads, dim) if config.balance_keys else None
-    attend_module.attend(
+    attend(
         vectors(batch, heads * columns, queries), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance,
         None, None, layout.name, dim**-0.5, 0.0, True, entries,
     )  # fmt: skip
@@ -118,16 +125,57 @@ def resources(
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("preset", ["tq4", "4bit_nc"])
-def test_a_step_compiles(
-    monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path
-) -> None:
+def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architecture: int, tmp_path: Path) -> None:
     found = launches(monkeypatch, architecture, preset, 128, 4, 2, 100)
-    assert list(found) == ["plan", "attend_exact", "decode", "combine"]
+    assert list(found) == ["prepare", "decode", "combine"]
     # Each kernel but the first may start early, where GPUs can do that, and only there.
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
-    assert early == (["attend_exact", "decode", "combine"] if architecture >= 90 else [])
-    for name in ("plan", "attend_exact", "combine"):
+    assert early == (["decode", "combine"] if architecture >= 90 else [])
+    assert found["decode"][3]["TAIL"]
+    for name in ("prepare", "combine"):
         assert resources(found[name], architecture, tmp_path)[1] == 0, name
+    for name, least in (("prepare", 60), ("decode", 80), ("combine", 0)):
+        assert lanes_hold_elements(compile_launch(found[name], architecture).asm["ttgir"]) >= least, name
+
+
+def test_exact_tokens_of_32_bits_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = launches(monkeypatch, 90, "tq4", 128, 4, 2, 100, dtype=torch.float32)
+    assert list(found) == ["prepare", "attend_exact", "decode", "combine"]
+    assert [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")] == list(found)[1:]
+    assert not found["decode"][3]["TAIL"]
+    for launch in found.values():
+        assert resources(launch, 90, tmp_path)[1] == 0
+
+
+@pytest.mark.parametrize("preset", ["tq4", "tq2"])
+@pytest.mark.parametrize(("rows", "thousands"), [(1, 8), (1, 32), (1, 128), (8, 32), (32, 32)])
+def test_slots_leave_room_for_exact_tokens(
+    monkeypatch: pytest.MonkeyPatch, preset: str, rows: int, thousands: int
+) -> None:
+    """All slots run at once, and programs of exact tokens, one after another in the places left, are done as early."""
+    module = importlib.import_module("tq_hf.kernels.schedule")
+    monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(major=9, multi_processor_count=132))
+    module.schedule.cache_clear()
+    config = TurboQuantConfig.from_preset(preset)
+    layout = config.layout(128, 128, torch.bfloat16)
+    ring, entries = config.recent_window + config.page_size, 1024 * thousands // config.page_size
+    plan = module.schedule(
+        layout.name, rows, 8, 4, 1, 1, ring, 4, torch.bfloat16, None, torch.bfloat16, torch.device("cpu"), entries, True,
+        False, False, False,
+    )  # fmt: skip
+    places = 12 * 132  # 168 registers
+    assert plan.tail_programs == rows * (1 + ring // 16 + 1)
+    assert plan.decode.grid == (8, plan.slots + plan.tail_programs, 1)
+    free = places - 8 * plan.slots
+    turns = -(-8 * plan.tail_programs // free)
+    groups = -(-rows * entries * layout.groups // plan.slots)
+    assert turns == 1 or turns * module.TAIL_GROUPS <= groups
+    assert 8 * plan.slots >= 0.95 * places or groups <= 2
+
+
+def test_many_exact_tokens_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches(monkeypatch, 90, "tq4", 64, 4, 2, 100, recent_window=1024)
+    assert "attend_exact" in found and not found["decode"][3]["TAIL"]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +202,25 @@ def test_decode_spills_nothing(
     assert decode[3]["TILE"] == tile
     registers, stack = resources(decode, architecture, tmp_path)
     assert registers <= 168 and stack == 0
+    assert lanes_hold_elements(compile_launch(decode, architecture).asm["ttgir"]) >= 50
 
 
-@pytest.mark.parametrize(("dim", "columns", "most"), [(256, 8, 80), (128, 16, 160)])
+@pytest.mark.parametrize(
+    ("preset", "dim", "columns", "most"),
+    [("tq4", 256, 8, 0), ("tq4", 128, 16, 64), ("tq2", 128, 16, 16), ("4bit_nc", 128, 16, 64), ("k8v4", 128, 16, 16)],
+)
 def test_the_widest_decode_spills_little(
-    monkeypatch: pytest.MonkeyPatch, dim: int, columns: int, most: int, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, most: int, tmp_path: Path
 ) -> None:
-    decode = launches(monkeypatch, 90, "tq4", dim, columns, 1, 100)["decode"]
-    assert resources(decode, 90, tmp_path)[1] <= most
+    """And copies tiles ahead, into no more shared memory than is counted on."""
+    schedule_module = importlib.import_module("tq_hf.kernels.schedule")
+    decode = launches(monkeypatch, 90, preset, dim, columns, 1, 100)["decode"]
+    registers, stack = resources(decode, 90, tmp_path)
+    assert registers <= 168 and stack <= most
+    compiled = compile_launch(decode, 90)
+    assert lanes_hold_elements(compiled.asm["ttgir"]) >= 100
+    group = 4 * decode[3]["L"].group_words
+    assert 2 * group <= compiled.metadata.shared <= 2 * (group + schedule_module.DECODE_REST)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +247,8 @@ def test_which_kernel_takes_what(
         (80, "tq4", 128, 512, (64, 2)),
         (80, "tq2", 256, 512, (64, 1)),  # 100 KiB of shared memory
         (90, "tq4", 128, 16, (64, 2)),
-        (90, "tq4", 128, 512, (128, 2)),
-        (90, "k8v4", 64, 512, (128, 2)),
+        (90, "tq4", 128, 512, (128, 4)),
+        (90, "k8v4", 64, 512, (128, 4)),
         (90, "tq3", 256, 512, (64, 2)),
     ],
 )
@@ -200,10 +259,12 @@ def test_extend_fits_the_gpu(
     found = launches(monkeypatch, architecture, preset, dim, 4, 1, 2000, queries)
     assert (found["extend"][3]["COLUMNS"], found["extend"][3]["TILE"]) == tile
     assert list(found)[-1] == "combine"
+    early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
+    assert early == (list(found)[1:] if architecture >= 90 else [])
     for name in {"rotate_means", "extend"} & found.keys():
         compiled = compile_launch(found[name], architecture)
         assert compiled.metadata.shared <= SHARED_MEMORY[architecture] - 1024, name
-        most = 320 if name == "extend" and dim > 128 else 96
+        most = 256 if name == "extend" and dim > 128 else 16
         assert resources(found[name], architecture, tmp_path)[1] <= most, name
         if name == "extend":
             assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)

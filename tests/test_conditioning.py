@@ -206,6 +206,16 @@ class TestObserve:
         energy = counted.square().sum(1)
         torch.testing.assert_close(state.balance[0], balance_factors(energy, energy))
 
+    @pytest.mark.parametrize("size", [1.0, 1e4])
+    def test_keys_that_are_all_alike_are_left_as_they_are(self, size: float) -> None:
+        """Their variance is 0, and what remains behind the mean is rounding: nothing to make factors from."""
+        state = PackedState(sized("tq4"))
+        key, value = state.tokens(200)
+        state.commit(size * key[:, :, :1].expand_as(key), value)
+        assert state.balance.eq(1).all()
+        got = state.gather()[0]
+        torch.testing.assert_close(got, size * key[:, :, :1].expand_as(got), rtol=2**-10, atol=2**-10 * size)
+
     def test_grouped_queries_are_added(self) -> None:
         config = TurboQuantConfig.from_preset("tq4", page_size=32, recent_window=0, sink_tokens=0)
         state = PackedState(config)

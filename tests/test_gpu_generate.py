@@ -64,9 +64,10 @@ def test_the_first_attention_of_a_process_may_be_captured(attention: str) -> Non
     """What kernels keep between calls must not live in a graph's memory pool."""
     from tq_hf.kernels import dequant
 
-    attend = importlib.import_module("tq_hf.kernels.attend")
+    schedules = importlib.import_module("tq_hf.kernels.schedule")
     dequant.level_tables.cache_clear()
-    attend._signs.cache_clear()
+    for tables in (schedules.schedule, schedules._query_signs, schedules._block_signs):
+        tables.cache_clear()
     model = tiny_model().to("cuda", torch.bfloat16)
     model.set_attn_implementation(attention)
     ids = prompt(1, 200).cuda()

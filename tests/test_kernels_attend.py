@@ -223,11 +223,20 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq3", 32, length=200, group=8, options=narrow(64)),
         Case("tq2", 32, length=330, group=2, options=narrow(128)),
         Case("tq4", 64, length=150, group=7, queries=2, options=narrow(64)),  # two blocks of columns
+        Case("tq4", 32, length=175, group=5, rows=2, row_start=(0, 70), options=narrow()),
+        Case("tq3v2", 32, length=77, group=16, options=narrow()),
+        Case("tq2", 32, length=175, group=8, rows=2, row_start=(0, 70), options=narrow()),  # two pages a tile
+        Case("3bit_nc", 32, length=77, group=12, options=narrow()),
+        Case("4bit_nc", 32, length=77, group=8, options=narrow()),
+        Case("k8v4", 32, length=77, group=6, options=narrow()),
         Case("k8v4", 32, length=77, group=16, options=narrow()),
         Case("k8v4", 32, length=77, options=narrow(value_bits=8)),
         Case("4bit_nc", 32, length=77, options=narrow(value_bits=2), dtype=torch.float32),
         Case("tq4", 32, length=77, options=narrow(value_format="raw", value_bits=16)),
         Case("raw", 32, length=77, options=narrow(), dtype=torch.float32, queries=3, group=2),
+        Case("tq4", 32, length=77, options=narrow(), dtype=torch.float32, queries=2, group=2),
+        Case("tq2", 32, length=700, options=narrow(recent_window=600)),  # more exact tokens than the decode kernel takes
+        Case("4bit_nc", 96, 80, length=70, group=4, options=narrow(recent_window=0)),
     ],
     ids=str,
 )
@@ -244,6 +253,8 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(rows=2, row_start=(78, 0)),  # nothing but the new token
         Case(rows=5, row_start=(0, 190, 299, 64, 33), length=300, heads=2),  # rows of very different lengths
         Case(rows=2, row_start=(70, 0)),  # sinks that the ring holds as well
+        Case(group=8, queries=2, rows=2, row_start=(0, 20), mask="row", new=2, causal=True),  # two blocks of columns
+        Case(new=20),  # more new tokens than a block has
         Case(queries=2, mask="strided"),
         Case(queries=3, mask="query", softcap=5.0),
         Case(queries=3, rows=2, mask="shared", aux_sinks=True, new=3),
@@ -258,6 +269,10 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(value_size=1e-4),
         Case(value_size=1e4),
         Case(key_size=1e3),
+        Case(value_size=1e-4, group=8),
+        Case(value_size=1e4, group=9),
+        Case(rows=2, row_start=(50, 3), softcap=5.0, group=6, mask="row", aux_sinks=True),
+        Case(rows=2, row_start=(78, 0), group=16),
     ],
     ids=str,
 )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton import knobs
+
+from tq_hf.kernels import launch as launching
+from tq_hf.kernels.launch import Launcher, driver_launch, launch
+
+on_gpu = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+CONSTANTS = {"WIDTH": 8}
+OPTIONS = {"num_warps": 4}
+X = torch.zeros(32)
 
 
 class FakeKernel:
@@ -15,64 +28,235 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.compilations = 0
-        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.launches: list[tuple[Any, ...]] = []
+        """How, grid, arguments."""
 
     def fn(self) -> None: ...
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, num_warps: int, **constants: Any) -> Any:
             self.compilations += 1
-            self.launches.append((grid, (*arguments, *constants.values())))
+            self.launches.append(("compiled", grid, (*arguments, *constants.values())))
             return FakeCompiled(self)
 
         return run
 
 
 class FakeCompiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: FakeKernel) -> None:
         self.kernel = kernel
 
+    def run(self, *arguments: Any) -> None:
+        *grid, stream, function, metadata, launch_metadata, enter, leave = arguments[:9]
+        assert (stream, function, metadata) == ("stream", "function", "metadata")
+        assert launch_metadata is enter is leave is None
+        self.kernel.launches.append(("driver", tuple(grid), arguments[9:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert len(grid) == 3
-        return lambda *arguments: self.kernel.launches.append((grid, arguments))
+        return lambda *arguments: self.kernel.launches.append(("triton", grid, arguments))
 
 
-def test_a_launch_that_looks_like_an_earlier_one_is_not_looked_up() -> None:
-    from tq_hf.kernels.launch import launch
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
 
-    kernel, x = FakeKernel(), torch.zeros(32)
-    for number in (6, 7, 22):
-        launch(kernel, (number, 2), {"num_warps": 4}, (x, number, 0.5 * number, None), WIDTH=8)
-    assert kernel.compilations == 1
-    assert [grid for grid, _ in kernel.launches] == [(6, 2), (7, 2, 1), (22, 2, 1)]
-    assert [arguments[1:] for _, arguments in kernel.launches] == [
-        (6, 3.0, None, 8),
-        (7, 3.5, None, 8),
-        (22, 11.0, None, 8),
+
+def test_a_launch_that_looks_like_an_earlier_one_goes_to_the_driver() -> None:
+    kernel = FakeKernel()
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    for _ in range(3):
+        launcher((6, 2, 1), (X, None), (6, 0.5, None))
+    assert kernel.launches == [
+        ("compiled", (6, 2, 1), (X, None, 6, 0.5, None, 8)),
+        *[("driver", (6, 2, 1), (X.data_ptr(), None, 6, 0.5, None, 8))] * 2,
     ]
+
+
+def test_the_function_finds_the_launcher() -> None:
+    kernel = FakeKernel()
+    for size in (6, 7):
+        launch(kernel, (size, 2), OPTIONS, (X, None, 6, 0.5), WIDTH=8)
+    assert [(how, grid) for how, grid, _ in kernel.launches] == [("compiled", (6, 2, 1)), ("driver", (7, 2, 1))]
+    assert kernel.launches[1][2] == (X.data_ptr(), None, 6, 0.5, 8)
+
+
+USUAL: dict[str, Any] = {"options": OPTIONS, "arguments": (X, X, None, 6, 0.5, None), "WIDTH": 8}
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"arguments": (torch.zeros(32)[1:], 6, 0.5, None)}, "alignment"),
-        ({"arguments": (torch.zeros(32, dtype=torch.int32), 6, 0.5, None)}, "dtype"),
-        ({"arguments": (torch.zeros(32), 16, 0.5, None)}, "divisible by 16"),
-        ({"arguments": (torch.zeros(32), 1, 0.5, None)}, "one"),
-        ({"arguments": (torch.zeros(32), 1 << 33, 0.5, None)}, "64 bits"),
-        ({"arguments": (torch.zeros(32), 6, None, None)}, "None"),
+        ({"arguments": (X[1:], X, None, 6, 0.5, None)}, "alignment"),
+        ({"arguments": (X, X[1:], None, 6, 0.5, None)}, "alignment of another"),
+        ({"arguments": (X, None, X, 6, 0.5, None)}, "another is missing"),
+        ({"arguments": (X, X, X, 6, 0.5, None)}, "none is missing"),
+        ({"arguments": (X.int(), X, None, 6, 0.5, None)}, "dtype"),
+        ({"arguments": (X, X.bool(), None, 6, 0.5, None)}, "dtype of another"),
+        ({"arguments": (X, X, None, 16, 0.5, None)}, "divisible by 16"),
+        ({"arguments": (X, X, None, 1, 0.5, None)}, "one"),
+        ({"arguments": (X, X, None, 1 << 33, 0.5, None)}, "64 bits"),
+        ({"arguments": (X, X, None, 6, None, None)}, "None"),
         ({"options": {"num_warps": 8}}, "option"),
         ({"WIDTH": 16}, "constant"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_triton_specializes_on_compiles_again(change: dict[str, Any], what: str) -> None:
-    from tq_hf.kernels.launch import launch
-
     kernel = FakeKernel()
-    usual: dict[str, Any] = {"options": {"num_warps": 4}, "arguments": (torch.zeros(32), 6, 0.5, None), "WIDTH": 8}
-    launch(kernel, (1,), **usual)
-    launch(kernel, (1,), **(usual | change))
+    first, second = USUAL, USUAL | change
+    for arguments in (first, second, first, second):
+        launch(kernel, (1,), **arguments)
     assert kernel.compilations == 2, what
-    launch(kernel, (1,), **usual)
+    assert [how for how, *_ in kernel.launches[2:]] == ["driver"] * 2
+
+
+def test_each_misaligned_tensor_counts() -> None:
+    kernel = FakeKernel()
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    for tensors in ((X[1:], X), (X, X[1:]), (X[1:], X[1:])) * 2:
+        launcher((1, 1, 1), tensors, (5,))
+    assert kernel.compilations == 3
+
+
+def test_each_device_has_its_own() -> None:
+    kernel = FakeKernel()
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    for device in (0, 1, 0, 1):
+        tensor: Any = SimpleNamespace(data_ptr=lambda: 512, get_device=lambda device=device: device)
+        launcher((1, 1, 1), (tensor,), (5,))
     assert kernel.compilations == 2
+
+
+def test_a_launcher_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "KNOWN", 4)
+    launcher = Launcher(FakeKernel(), OPTIONS, CONSTANTS)
+    for n in range(2, 20):
+        launcher((1, 1, 1), (X,), (n,))
+        assert len(launcher._compiled) <= 4
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("chained", [True, False])
+def test_profilers_are_told(name: str, chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel()
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    arguments: Any = ((1, 1, 1), (X,), (5,))
+    launcher(*arguments)
+    launcher(*arguments)
+    with monkeypatch.context() as patch:
+        if chained:
+            patch.setattr(getattr(knobs.runtime, name), "calls", [print])
+        else:
+            patch.setattr(knobs.runtime, name, print)
+        launcher(*arguments)
+    monkeypatch.setattr(knobs.runtime, name, None)
+    launcher(*arguments)
+    assert [how for how, *_ in kernel.launches] == ["compiled", "driver", "triton", "driver"]
+    assert kernel.launches[2][1:] == ((1, 1, 1), (X, 5, 8))
+
+
+def test_an_interpreted_kernel_is_interpreted_every_time() -> None:
+    class Interpreted:
+        calls = 0
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **more: Any) -> None:
+                assert (arguments, more) == ((X, 5), OPTIONS | CONSTANTS)
+                self.calls += 1
+
+            return run
+
+    kernel = Interpreted()
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    for _ in range(3):
+        launcher((1, 1, 1), (X,), (5,))
+    assert kernel.calls == 3
+
+
+class CudaLauncher:
+    """As Triton's, with the C function's arguments noted."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    arg_annotations, kernel_signature = "annotations", "signature"
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.seen: tuple[Any, ...] = ()
+
+    def launch(self, *arguments: Any) -> None:
+        self.seen = arguments
+
+    def __call__(self, *arguments: Any) -> None:
+        self.seen = ("python", *arguments)
+
+
+GRID, ARGUMENTS = (7, 8, 9), (512, 3, "constant")
+OLD = (*GRID, "stream", "function", False, True, *[None] * 2, "metadata", *[None] * 3, *ARGUMENTS)
+NEW = (*GRID, "stream", "function", False, True, "metadata", *[None] * 5, "annotations", "signature", ARGUMENTS)
+PYTHON = ("python", *GRID, "stream", "function", "metadata", None, None, None, *ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("version", "needs", "expected"),
+    [
+        ("3.5.1", {}, OLD),
+        ("3.6.0", {}, OLD),
+        ("3.7.1", {}, NEW),
+        ("3.9.0+git1234", {}, NEW),
+        ("3.10.0", {}, PYTHON),
+        ("3.6.0", {"global_scratch_size": 128}, PYTHON),
+        ("3.6.0", {"profile_scratch_size": 128}, PYTHON),
+        ("3.9.0", {"gsan_enabled": True}, PYTHON),
+    ],
+)
+def test_the_drivers_function_gets_what_its_release_expects(
+    version: str, needs: dict[str, Any], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    run = CudaLauncher()
+    vars(run).update(needs)
+    compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    driver_launch(compiled)(GRID, "stream", ARGUMENTS)  # type: ignore[arg-type]
+    assert run.seen == expected
+
+
+@triton.jit
+def scale_rows(p_out, p_in, p_shift, n, stride, factor, BLOCK: tl.constexpr):
+    """Row i of [grid, BLOCK]: p_out = p_in * factor (+ p_shift), of n columns."""
+    i = tl.arange(0, BLOCK)
+    x = tl.load(p_in + tl.program_id(0) * stride + i, mask=i < n, other=0) * factor
+    if p_shift is not None:
+        x += tl.load(p_shift + i, mask=i < n, other=0)
+    tl.store(p_out + tl.program_id(0) * BLOCK + i, x)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_launches_again_do_what_first_launches_do() -> None:
+    launcher = Launcher(scale_rows, OPTIONS, {"BLOCK": 64})
+    numbers = torch.randn(20 * 64 + 1, device="cuda")
+    shift = torch.randn(64, device="cuda")
+    heard: list[Any] = []
+    for repeat in range(3):
+        if repeat == 2:
+            knobs.runtime.launch_enter_hook.add(heard.append)
+        try:
+            for first, added, n, stride, factor in [
+                (0, None, 64, 64, 2.0), (1, None, 64, 64, 2.0), (0, shift, 64, 64, 2.0), (0, None, 63, 64, 2.0),
+                (0, None, 1, 64, 2.0), (0, None, 64, 16, 2.0), (0, None, 64, 1, 2.0), (0, None, 64, 64, 3.0),
+            ]:  # fmt: skip
+                x = numbers[first:]
+                out = torch.full((19, 64), -1.0, device="cuda")
+                launcher((19, 1, 1), (out, x, added), (n, stride, factor))
+                expected = x.as_strided((19, 64), (stride, 1)).clone() * factor
+                expected[:, n:] = 0
+                if added is not None:
+                    expected[:, :n] += added[:n]
+                torch.testing.assert_close(out, expected)
+        finally:
+            knobs.runtime.launch_enter_hook.remove(heard.append)
+    assert len(heard) == 8
+    assert len(launcher._compiled) == 8

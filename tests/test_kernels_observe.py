@@ -120,3 +120,17 @@ def test_next_to_nothing_gives_ones(device: str, size: float) -> None:
     key = torch.randn(BATCH, HEADS, 150, case.dim, generator=generator) * size
     for op, place in ((reference.observe, "cpu"), (observe, device)):
         assert run(op, case, (150,), query.to(place), key.to(place), None)[-2].eq(1).all()
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_keys_that_are_all_alike_give_ones(device: str) -> None:
+    """What is left of them less their mean is rounding, which would differ from the reference's."""
+    case = Case(page=64, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(BATCH, HEADS * case.group, 230, case.dim, generator=generator)
+    key = torch.randn(BATCH, HEADS, 1, case.dim, generator=generator).expand(-1, -1, 230, -1).contiguous()
+    key[:, 1, 30::40, 5] += 0.1  # what differs in one channel of few keys is a difference
+    for op, place in ((reference.observe, "cpu"), (observe, device)):
+        balance = run(op, case, (230,), query.to(place), key.to(place), None)[-2]
+        assert balance[:, 0].eq(1).all() and balance[:, 1].all()
+        assert balance[:, 1, 5].ne(1).all()

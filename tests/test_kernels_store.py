@@ -26,6 +26,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 BATCH, HEADS = 2, 2
 
+if INTERPRETED:
+    from tests import ptx
+
+    ptx.install()
+
 GPU_MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and compiled kernels"),
@@ -239,7 +244,8 @@ def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
         difference[expected_scale == 0] = 0  # codes of a zero vector mean nothing
         share = (difference != 0).float().mean().item()
         count = difference.numel()
-        allowed = 1e-4 + 4 * (1e-4 / count) ** 0.5 + 2 / count  # with the noise of a small sample
+        # Vectors are rounded to fp16 before and after the rotation, which moves coordinates by 2e-4 of their deviation.
+        allowed = 1e-3 + 4 * (1e-3 / count) ** 0.5 + 2 / count  # with the noise of a small sample
         assert difference.max() <= 1 and share <= allowed, f"{side} codes differ: {share:.2e}, allowed {allowed:.2e}"
         same = (difference == 0).all(-1)
         torch.testing.assert_close(scale[same], expected_scale[same], rtol=1e-3, atol=1e-7)

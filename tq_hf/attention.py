@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils import logging
 
 from . import ops
-from .packed_kv import PackedKV, are_pair, attend_first, densify, kept_positions
+from .packed_kv import PackedKV, are_pair, attend_first, densify
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +35,7 @@ _MASK_EDITORS = ("doge",)
 _QUERY_SLICERS = ("gemma4_text", "gemma4_unified_text")
 _ALL_KEPT = torch.ones(1, 1, 1, 1, dtype=torch.uint8)
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
-_REFUSED = ("indices", "block_indices", "sinks", "head_mask")
+_REFUSED = frozenset(("indices", "block_indices", "sinks", "head_mask"))
 
 
 def turboquant_mask(
@@ -112,8 +112,8 @@ def turboquant_attention(
     Raises:
         ValueError: an argument that would change the result and is not supported.
     """
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
+    for name in _REFUSED.intersection(kwargs):
+        if kwargs[name] is not None:
             raise ValueError(
                 f"attention argument {name!r} is not supported by attn_implementation='turboquant': load the model with"
                 " attn_implementation='sdpa' or 'eager'."
@@ -166,15 +166,16 @@ def _packed(
     is_causal: bool,
 ) -> Tensor:
     step, layer = key.step, key.step.layer
-    complete = mask is not None and mask.dtype == torch.bool
-    layer.require_mask(key, query, mask)
+    complete = False
+    if mask is not None:
+        complete = mask.dtype == torch.bool
+        layer.require_mask(key, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2]:
         layer.drop(step)
         raise ValueError(
             f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
             " window. Use attn_implementation='sdpa' with DynamicCache for this model."
         )
-    keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete
     if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
         queries, keys = query.shape[2], step.key.shape[2]
@@ -184,7 +185,7 @@ def _packed(
         out = attend_first(query, step, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
         out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
-    layer.commit(step, keep, query)
+    layer.commit(step, mask, query)
     return out
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 QUERY_FLOOR = 1e-4  # share of the mean energy that every query channel counts for, and so
 KEY_FLOOR = 0.05  # for the variance of keys, which so few tokens estimate poorly
 SMALLEST = 1e-30  # sums below tell nothing: proportions would overflow
+ROUNDING = 1e-10  # share of the keys' energy below which their spread is what subtracting the mean left of fp32's digits
 PARTNER_SHARE = 0.25  # of the channel half a head away in a channel's statistics; 0.5 would be their mean
 
 

@@ -20,7 +20,7 @@ from . import ops
 from .config import MODEL_DTYPES, TurboQuantConfig
 from .layout import PageLayout
 from .memory import storage_bytes
-from .packed_kv import PackedKV, Step
+from .packed_kv import PackedKV, Step, kept_positions
 from .pages import BlockTable
 
 
@@ -74,6 +74,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.length = self.packed_end = 0  # host counters, exact in the dynamic mode
         self.is_empty = True
         self.pending: Step | None = None
+        self._valid: tuple[object, ...] | None = None
 
     # -- storage -----------------------------------------------------------------------------------------------------
     @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
@@ -146,18 +147,28 @@ class TurboQuantLayer(CacheLayerMixin):
             ValueError: shapes, dtype or device differ from the first call, or do not fit together.
             RuntimeError: the static capacity is exceeded.
         """
-        self.flush()
-        device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
-            dtype = torch.get_autocast_dtype(device)
-            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
-        self._validate(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if self.pending is not None:
+            self.flush()
+        compiling = torch.compiler.is_compiling()
+        if compiling or _signature(key_states, value_states) != self._valid:
+            key_states, value_states = self._accept(key_states, value_states)
+            if not compiling:
+                self._valid = _signature(key_states, value_states)
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
         self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
         return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+
+    def _accept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """New states in the dtype they are kept in; makes the tensors where these are the first."""
+        device = key.device.type
+        if torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
+            dtype = torch.get_autocast_dtype(device)
+            key, value = key.to(dtype), value.to(dtype)
+        self._validate(key, value)
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        return key, value
 
     def _validate(self, key: Tensor, value: Tensor) -> None:
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
@@ -209,13 +220,13 @@ class TurboQuantLayer(CacheLayerMixin):
         """Key positions that `step`'s handles show."""
         if self.table.max_cache_len is not None:
             return self.table.max_cache_len
-        return step.start + step.key.shape[2]
+        return step.start + step.new
 
     def get_seq_length(self) -> Any:
         """Tokens in the cache: an int, or in the static mode a device scalar once there are any."""
         if not self.is_initialized:
             return 0
-        pending = 0 if self.pending is None else self.pending.key.shape[2]
+        pending = 0 if self.pending is None else self.pending.new
         if self.table.is_static:
             return self.counters[0] + pending if pending else self.counters[0]
         return self.length + pending
@@ -256,15 +267,21 @@ class TurboQuantLayer(CacheLayerMixin):
 
         Returns:
             [B, q, Hq, Dv] in the query's dtype.
+
+        Raises:
+            ValueError: a tensor on another device than the cache's.
         """
-        self._require_newest(step)
-        key, value = step.key, step.value
+        if error := ops.device_error(self.device, query, mask, aux_sinks):
+            self.drop(step)
+            raise ValueError(error)
+        key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
+            self._require_newest(step)
             key, value = key[:, :, :0], value[:, :, :0]
         out = ops.attend(
-            query.detach(),
-            _rows(key),
-            _rows(value),
+            query.detach() if query.requires_grad else query,
+            key,
+            value,
             *self._state(),
             mask,
             aux_sinks,
@@ -274,52 +291,63 @@ class TurboQuantLayer(CacheLayerMixin):
             causal,
             len(self.table.spans),
         )
-        return ops.inference_only(out, query, step.key, step.value)
+        return ops.inference_only(out, query, step.key, step.value, aux_sinks)
 
-    def commit(self, step: Step, keep: Tensor | None, query: Tensor | None = None) -> None:
+    def commit(self, step: Step, mask: Tensor | None, query: Tensor | None = None) -> None:
         """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
 
         Args:
-            keep: bool or uint8 [B, >= length + n], zero where a position is padding; None: no padding.
+            mask: bool or uint8 [B or 1, 1, q or 1, >= length + n]: positions that it hides from every query are padding;
+                None: no padding.
             query: [B, Hq, n, D], the queries of these tokens, where an attention function has seen them.
         """
         if step.committed:
             return
-        new = step.key.shape[2]
-        starts = new > 1 or step.is_first or (not self.table.is_static and self.table.is_padding_only(step.start))
-        if keep is not None and starts:
-            self.table.note_padding(keep, self.counters[0] if self.table.is_static else step.start, new)
-        key = _rows(step.key)
-        self._observe(query, key, keep)
-        if self.table.is_static:
-            most_due = (new + self.config.page_size - 1) // self.config.page_size
+        table, new = self.table, step.new
+        key, value = step.rows
+        if table.is_static:
+            due = (new + self.config.page_size - 1) // self.config.page_size  # at most
+            starts = new > 1 or step.is_first
         else:
-            most_due = self.table.due(self.length + new, self.packed_end)
-            self.packed_end += most_due * self.config.page_size
-            self.table.reserve(self.packed_end)
-            self._grow(self.table.pages.capacity)
+            due = table.due(self.length + new, self.packed_end)
+            starts = new > 1 or step.is_first or table.is_padding_only(step.start)
+        learns = self._learns_balance()
+        keep = None
+        if mask is not None and (due or starts or learns):
+            keep = kept_positions(mask, key.shape[0])
+            if starts:
+                table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
+        if learns:
+            self._observe(query, key, keep)
+        if not table.is_static:
             self.length += new
+            if due:
+                self.packed_end += due * self.config.page_size
+                table.reserve(self.packed_end)
+                self._grow(table.pages.capacity)
         ops.commit(
             key,
-            _rows(step.value),
+            value,
             *self._state(),
             self.flags,
             keep,
             self.layout_name,
             self.config.recent_window,
-            most_due,
+            due,
         )
         step.committed = True
         self.is_empty = False
         self.pending = None
 
+    def _learns_balance(self) -> bool:
+        """Whether new tokens may take part in the balance of key channels; the static mode cannot tell on the host."""
+        if self.balance is None:
+            return False
+        # Once every row has its first page, it has its factors.
+        return self.table.is_static or self.packed_end <= self.table.latest_start + self.config.sink_tokens
+
     def _observe(self, query: Tensor | None, key: Tensor, keep: Tensor | None) -> None:
         """Take the new tokens' part in the balance of key channels, before they are committed."""
-        if self.balance is None:
-            return
-        sinks = self.config.sink_tokens
-        if not self.table.is_static and self.packed_end > max(self.table.row_starts) + sinks:
-            return  # every row has its first page, and with it its factors
         if query is not None:
             query = query.detach()
             if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
@@ -334,12 +362,12 @@ class TurboQuantLayer(CacheLayerMixin):
             self.query_energy,
             keep,
             self.config.page_size,
-            sinks,
+            self.config.sink_tokens,
             self.config.recent_window,
             self.config.center_keys,
         )
 
-    def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor | None) -> None:
+    def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
         """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length], and forget the step.
 
         Raises:
@@ -355,16 +383,16 @@ class TurboQuantLayer(CacheLayerMixin):
             self.pending = None
 
     def _require_newest(self, step: Step) -> None:
-        if step.committed and not self.table.is_static and self.length != step.start + step.key.shape[2]:
+        if step.committed and not self.table.is_static and self.length != step.start + step.new:
             raise RuntimeError(
-                f"these keys and values show the cache at {step.start + step.key.shape[2]} tokens, and it holds"
+                f"these keys and values show the cache at {step.start + step.new} tokens, and it holds"
                 f" {self.length} by now: use what the newest cache.update() returned."
             )
 
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
         if self.pending is not None:
-            self.commit(self.pending, keep=None)
+            self.commit(self.pending, mask=None)
 
     def dense(self, step: Step) -> tuple[Tensor, Tensor]:
         """Keys and values as tensors [B, H, length, D / Dv]: history dequantized, the step's own tokens exact."""
@@ -376,16 +404,15 @@ class TurboQuantLayer(CacheLayerMixin):
             else:
                 key, value = self._gather(step)
                 step.dense = (ops.inference_only(key, step.key), ops.inference_only(value, step.value))
-            self.commit(step, keep=None)
+            self.commit(step, mask=None)
         return step.dense
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         dense = ops.gather(*self._state(), self.layout_name, self.visible_length(step))
-        new = step.key.shape[2]
         first: Any = step.start
         if self.table.is_static:
-            first = self.counters[0] - new if step.committed else self.counters[0]
-        positions = torch.arange(new, device=self.device) + first
+            first = self.counters[0] - step.new if step.committed else self.counters[0]
+        positions = torch.arange(step.new, device=self.device) + first
         for tensor, raw in zip(dense, (step.key, step.value), strict=True):
             tensor.index_copy_(2, positions, raw.detach())
         return dense
@@ -448,6 +475,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @torch.inference_mode(False)
     def select_rows(self, indices: Tensor) -> None:
         """Copy the exact parts of rows; their pages moved in the table."""
+        self._valid = None
         index = indices.to(self.device)
         names = ["ring_key", "ring_value", "sink_key", "sink_value"]
         for name in names if self.balance is None else [*names, "balance", "query_energy"]:
@@ -471,10 +499,9 @@ class TurboQuantLayer(CacheLayerMixin):
         return LayerReport(layer, kind, packed, rows * length - packed, self.nbytes, rows * length * per_token)
 
 
-def _rows(states: Tensor) -> Tensor:
-    """States as the ops want them: no gradient, each vector contiguous."""
-    states = states.detach()
-    return states if states.stride(-1) == 1 else states.contiguous()
+def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
+    """All that `_validate` looks at."""
+    return key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
 
 
 def _over_capacity(limit: int) -> str:

@@ -102,18 +102,42 @@ def has_kernels(layout: str) -> bool:
     return page.scale != "norm" or page.key_format != "lloyd_max"
 
 
-def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
-    names = [argument.name for argument in getattr(torch.ops.tq_hf, name).default._schema.arguments]
-    layout = names.index("layout") if "layout" in names else None
+def _position(op: str, argument: str) -> int | None:
+    names = [a.name for a in getattr(torch.ops.tq_hf, op).default._schema.arguments]
+    return names.index(argument) if argument in names else None
 
-    def launch(*args: Any) -> Any:
-        if layout is not None and not has_kernels(args[layout]):
-            return in_reference(*args)
+
+def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
+    layout = _position(name, "layout")
+
+    @lru_cache(maxsize=None)
+    def implementation(layout: str | None) -> Callable[..., Any]:
+        if layout is not None and not has_kernels(layout):
+            return in_reference
         from . import kernels  # imported on first use: a machine without a GPU needs no Triton
 
-        return getattr(kernels, name)(*args)
+        return getattr(kernels, name)
+
+    def launch(*args: Any) -> Any:
+        return implementation(None if layout is None else args[layout])(*args)
 
     return launch
+
+
+def _without_dispatcher(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The op of this name, past torch's dispatcher where tensors are on a GPU and nothing traces or intercepts the call:
+    the dispatcher takes the host longer than a kernel's launch."""
+    registered, on_cuda = getattr(torch.ops.tq_hf, name), _on_cuda(name, in_reference)
+    counters = _position(name, "counters")  # a tensor that every op has
+    assert counters is not None
+
+    def call(*args: Any) -> Any:
+        traced = torch.compiler.is_compiling() or type(args[counters]) is not Tensor
+        if traced or not args[counters].is_cuda or torch._C._len_torch_dispatch_stack() > 0:
+            return registered(*args)
+        return on_cuda(*args)
+
+    return call
 
 
 for _name, _reference, _fake in (
@@ -126,10 +150,10 @@ for _name, _reference, _fake in (
     _library.impl(_name, _on_cuda(_name, _reference), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
-attend = torch.ops.tq_hf.attend
-observe = torch.ops.tq_hf.observe
-commit = torch.ops.tq_hf.commit
-gather = torch.ops.tq_hf.gather
+attend = _without_dispatcher("attend", reference.attend)
+observe = _without_dispatcher("observe", reference.observe)
+commit = _without_dispatcher("commit", reference.commit)
+gather = _without_dispatcher("gather", reference.gather)
 
 
 class InferenceOnly(torch.autograd.Function):
@@ -148,19 +172,17 @@ class InferenceOnly(torch.autograd.Function):
         )
 
 
-def inference_only(out: Tensor, *sources: Tensor) -> Tensor:
+def inference_only(out: Tensor, *sources: Tensor | None) -> Tensor:
     """`out`, from which a backward pass to any of `sources` that wants a gradient fails."""
     if torch.is_grad_enabled():
         for source in sources:
-            if source.requires_grad:
+            if source is not None and source.requires_grad:
                 return InferenceOnly.apply(source, out)
     return out
 
 
-def mask_error(mask: Tensor | None, query: Tensor, keys: int, may_be_wider: bool = False) -> str | None:
+def mask_error(mask: Tensor, query: Tensor, keys: int, may_be_wider: bool = False) -> str | None:
     """What is wrong with a mask that should be [B or 1, 1, q or 1, keys] for `query` [B, Hq, q, D]; None if nothing is."""
-    if mask is None:
-        return None
     batch, _, queries, _ = query.shape
     shape = tuple(mask.shape)
     wide_enough = shape[3] >= keys if may_be_wider else shape[3] == keys
@@ -170,6 +192,14 @@ def mask_error(mask: Tensor | None, query: Tensor, keys: int, may_be_wider: bool
         f"attention mask of shape {shape} does not fit {batch} rows with {queries} queries over {keys} keys: expected"
         f" ({batch} or 1, 1, {queries} or 1, {keys})."
     )
+
+
+def device_error(device: torch.device, *tensors: Tensor | None) -> str | None:
+    """What is wrong with tensors that kernels would read on `device`, by address alone; None if nothing is."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            return f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there."
+    return None
 
 
 def attend_exact(
@@ -194,7 +224,9 @@ def attend_exact(
         [B, q, Hq, Dv] in the query's dtype.
     """
     batch, heads, keys, key_dim = key.shape
-    if error := mask_error(mask, query, keys, may_be_wider=True):
+    if error := device_error(key.device, query, value, mask, aux_sinks):
+        raise ValueError(error)
+    if mask is not None and (error := mask_error(mask, query, keys, may_be_wider=True)):
         raise ValueError(error)
     layout = PageLayout(key_dim, value.shape[-1], 32, "raw", 16, "raw", 16, False, "gaussian")
 
@@ -223,4 +255,4 @@ def attend_exact(
         causal,
         0,
     )
-    return inference_only(out, query, key, value)
+    return inference_only(out, query, key, value, aux_sinks)

@@ -25,18 +25,28 @@ class Step:
 
     Attributes:
         key, value: [B, H, n, D / Dv], the raw states.
+        rows: the same as the ops want them: no gradient, each vector contiguous.
+        new: n, the number of these tokens.
         is_first: nothing was cached before; attention over the raw states is complete.
         start: positions cached before these tokens (host knowledge; the dynamic mode only).
         committed: whether the layer has taken the tokens in.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "start", "value")
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "rows", "start", "value")
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
         self.layer, self.key, self.value = layer, key, value
+        self.rows = (_row_vectors(key), _row_vectors(value))
+        self.new = key.shape[2]
         self.is_first, self.start = is_first, start
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
+
+
+def _row_vectors(states: Tensor) -> Tensor:
+    if states.requires_grad:
+        states = states.detach()
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 class PackedKV:
@@ -85,7 +95,7 @@ class PackedKV:
     def dense(self) -> Tensor:
         """The dequantized states as a tensor, [B, H * repeats, length, D]."""
         if self.is_cut:
-            self.step.layer.commit(self.step, keep=None)
+            self.step.layer.commit(self.step, mask=None)
             dense = self.raw
         else:
             dense = self.step.layer.dense(self.step)[0 if self.is_key else 1]
@@ -190,10 +200,8 @@ def densify(value: Any) -> Any:
     return value
 
 
-def kept_positions(mask: Tensor | None, batch_size: int) -> Tensor | None:
+def kept_positions(mask: Tensor, batch_size: int) -> Tensor:
     """Which positions of each row are not padding, [B, kv]: those that some query may see."""
-    if mask is None:
-        return None
     seen = mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].any(1)
     return seen.expand(batch_size, -1)
 
@@ -242,15 +250,15 @@ def scaled_dot_product_attention(
         step, layer = key.step, key.step.layer
         if attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        layer.require_mask(key, query, attn_mask)
+            layer.require_mask(key, query, attn_mask)
         if step.is_first:
             out = attend_first(query, step, attn_mask, is_causal, scale)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
+            layer.commit(step, attn_mask, query)
             return out
         if not is_causal:
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
             out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
-            layer.commit(step, kept_positions(attn_mask, query.shape[0]), query)
+            layer.commit(step, attn_mask, query)
             return out
     return F.scaled_dot_product_attention(
         query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

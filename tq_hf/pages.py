@@ -104,17 +104,22 @@ class BlockTable:
         self.pages = PageAllocator()
         self.rows: list[list[int]] | None = None
         self.spans: list[tuple[int, int]] = []
-        self.row_starts: list[int] = []
+        self._start_rows_at([])
         self.packed_end = self.sink_tokens
         self._padding_noted = -1
         self._devices: dict[torch.device, DeviceTable] = {}
+
+    def _start_rows_at(self, positions: list[int]) -> None:
+        """Note where rows start, and the latest of these positions: layers ask for it at every step."""
+        self.row_starts = positions
+        self.latest_start = max(positions, default=0)
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
         if self.rows is not None:
             return
         self.rows = [[] for _ in range(batch_size)]
-        self.row_starts = [0] * batch_size
+        self._start_rows_at([0] * batch_size)
         if self.is_static:
             for e in range(self.static_entries):
                 self.spans.append((self.sink_tokens + e * self.page_size, self.page_size))
@@ -144,9 +149,9 @@ class BlockTable:
                 start.copy_(torch.where(start >= length, first.to(start), start))
         elif self._padding_noted != length + new:
             self._padding_noted = length + new
-            self.row_starts = [
-                start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)
-            ]
+            self._start_rows_at(
+                [start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)]
+            )
             for device_table in self._devices.values():
                 device_table.row_start.copy_(_int32(self.row_starts))
 
@@ -168,13 +173,13 @@ class BlockTable:
     def trim(self, length: int) -> None:
         """Forget row starts beyond `length`: such rows have nothing but padding left, and start anew."""
         self._padding_noted = -1
-        self.row_starts = [min(start, length) for start in self.row_starts]
+        self._start_rows_at([min(start, length) for start in self.row_starts])
         for device_table in self._devices.values():
             device_table.row_start.clamp_(max=length)
 
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
-        return any(start >= length for start in self.row_starts)
+        return self.latest_start >= length
 
     def crop(self, length: int, used: int) -> tuple[int, int]:
         """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
@@ -212,7 +217,7 @@ class BlockTable:
 
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
-        self.row_starts = [0] * len(self.row_starts)
+        self._start_rows_at([0] * len(self.row_starts))
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
         for device_table in self._devices.values():
             device_table.write_spans(self)
@@ -243,7 +248,7 @@ class BlockTable:
         for row in self.rows:
             self.pages.release(row)
         self.rows = chosen
-        self.row_starts = [self.row_starts[i] for i in indices]
+        self._start_rows_at([self.row_starts[i] for i in indices])
         self._refresh()
 
     # -- device side -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from .dequant import INTERPRET
 from .packed import NOTHING
 from .query import LOG2_E
 from .splits import row_splits, slots_of
+from .workspace import section
 
 
 @triton.jit
@@ -23,16 +24,18 @@ def start_merge(ROWS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def merge(merged, p_output, p_stats, first_result, count, columns, column, d, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Takes in `count` results from number `first_result` on: dimensions d of the columns.
+def merge(merged, p_output, p_stats, first, count, other, others, columns, column, d, DIM: tl.constexpr,
+          SPLITS: tl.constexpr):  # fmt: skip
+    """Takes in `count` results from number `first` on, then `others` from number `other` on: dimensions d of the columns.
 
     Every SPLITS-th result has sums of its own until `end_merge`, so that no step waits for another's.
     """
     maximum, total, acc = merged
-    for first in range(0, count, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        row = (first_result + split)[None, :].to(tl.int64) * columns + column[:, None]
-        valid = (split < count)[None, :] & (column < columns)[:, None]
+    for begin in range(0, count + others, SPLITS):
+        split = begin + tl.arange(0, SPLITS)
+        number = tl.where(split < count, first + split, other + (split - count))
+        row = number[None, :].to(tl.int64) * columns + column[:, None]
+        valid = (split < count + others)[None, :] & (column < columns)[:, None]
         mask = valid[:, :, None] & (d < DIM)[None, None, :]
         x = tl.load(p_output + row[:, :, None] * DIM + d[None, None, :], mask=mask, other=0.0)
         their_maximum = tl.load(p_stats + 2 * row, mask=valid, other=NOTHING)
@@ -72,12 +75,12 @@ def rotate_back(x, signs):
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "heads", "columns", "group", "slots", "even_splits", "exact_splits", "stride_ob", "stride_oq",
+        "batch", "heads", "columns", "group", "slots", "even_splits", "exact_splits", "stride_ob", "stride_oq", "stats_at",
     ]
 )  # fmt: skip
 def combine(
-    p_output, p_stats, p_signs, p_aux_sinks, p_row_start, p_counters, p_out,
-    batch, heads, columns, group, slots, even_splits, exact_splits, stride_ob, stride_oq,
+    p_output, p_signs, p_aux_sinks, p_row_start, p_counters, p_out,
+    batch, heads, columns, group, slots, even_splits, exact_splits, stats_at, stride_ob, stride_oq,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     STEP: tl.constexpr, PAGE_BITS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
     BATCH: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -87,7 +90,8 @@ def combine(
     Args:
         p_output: fp32 [H * slots + B * H * exact_splits, columns, PADDED]: weighted sums of values. First come packed pages,
             slots (`splits.py`) or, if `even_splits` is not 0, so many splits of each row and head; then exact tokens.
-        p_stats: fp32 [as p_output, columns, 2]: maximum of the scores in powers of two, sum of the weights.
+        stats_at: where, 16 * stats_at bytes behind p_output, the results' fp32 [.., columns, 2] start: maximum of the scores
+            in powers of two, sum of the weights.
         p_signs: bf16 [BLOCK, BLOCK], the sign of each rotated coordinate (row) in each dimension, if the results of packed
             pages are in rotated coordinates; else None.
         p_aux_sinks: [heads * group] logits, or None.
@@ -112,15 +116,17 @@ def combine(
         first = i_h * slots + begin
     if DEPENDENT:
         gdc_wait()
+    p_stats = section(p_output, stats_at, tl.float32)
+    exact = heads * slots + i_bh * exact_splits
     merged = start_merge(ROWS, SPLITS, STEP)
     if p_signs is None:
-        merged = merge(merged, p_output, p_stats, first, count, columns, column, d, PADDED, SPLITS)
-    exact = heads * slots + i_bh * exact_splits
-    merged = merge(merged, p_output, p_stats, exact, exact_splits, columns, column, d, PADDED, SPLITS)
-    highest, denominator, out = end_merge(merged)
-    if p_signs is not None:
+        merged = merge(merged, p_output, p_stats, first, count, exact, exact_splits, columns, column, d, PADDED, SPLITS)
+        highest, denominator, out = end_merge(merged)
+    else:
+        merged = merge(merged, p_output, p_stats, exact, exact_splits, 0, 0, columns, column, d, PADDED, SPLITS)
+        highest, denominator, out = end_merge(merged)
         merged = start_merge(ROWS, SPLITS, BLOCK)
-        merged = merge(merged, p_output, p_stats, first, count, columns, column, k, PADDED, SPLITS)
+        merged = merge(merged, p_output, p_stats, first, count, 0, 0, columns, column, k, PADDED, SPLITS)
         rotated_highest, rotated_total, x = end_merge(merged)
         before = highest
         highest = tl.maximum(before, rotated_highest)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from ..layout import PageLayout
 from .append import launch_advance_counters, launch_append_tokens
-from .attend import prepare_tables
 from .gather import launch_copy_exact, launch_unpack_pages
 from .lanes import keep_bytes, on_device
-from .store import launch_pack_pages
+from .schedule import prepare_tables
+from .store import Packing, launch_pack_pages, packing
 
 
 def commit(
@@ -46,20 +49,28 @@ def commit(
     """
     if key.shape[2] == 0:
         return
-    page_layout = PageLayout.from_name(layout)
+    page_size, pack, overlap = _prepared(layout, key.device)
     keep = keep_bytes(keep)
-    prepare_tables(page_layout, key.device)
     with on_device(key.device):
         if max_due > 0:
             launch_pack_pages(
-                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, balance, flags, keep, page_layout,
-                sink_key.shape[2], recent_window, max_due,
+                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, balance, flags, keep, pack,
+                sink_key.shape[2], recent_window, max_due, overlap,
             )  # fmt: skip
         launch_append_tokens(
-            key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, page_layout.page_size,
-            recent_window,
+            key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, page_size, recent_window,
+            max_due > 0, overlap,
         )  # fmt: skip
-        launch_advance_counters(counters, key.shape[2], page_layout.page_size, recent_window)
+        launch_advance_counters(counters, key.shape[2], page_size, recent_window, overlap)
+
+
+@lru_cache(maxsize=None)
+def _prepared(layout: str, device: torch.device) -> tuple[int, Packing, bool]:
+    """The page size, what packing takes, and whether the GPU can start a kernel before the one ahead has finished."""
+    page = PageLayout.from_name(layout)
+    prepare_tables(page, device)
+    overlap = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return page.page_size, packing(page, device), overlap
 
 
 def gather(

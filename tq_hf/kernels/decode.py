@@ -1,23 +1,30 @@
-"""Decode attention over packed pages at the speed of memory: at most 16 columns, one warp a program, no shared memory.
+"""Decode attention over packed pages at the speed of memory: at most 16 columns, one warp a program.
 
-Both products multiply 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of (`int8_grid`), by two
-byte permutes for 8 codes; keys and values are the left operands of the same instruction. What stands on the right has 16
-bits, as two bytes in two columns of the product or in two products:
+Keys and queries are multiplied as 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of
+(`int8_grid`), by two byte permutes for 8 codes. Queries have 16 bits, as two bytes, 256 * high + low, both signed.
 
-    scores   = key levels [32 tokens, D] x query [D, 8]            query as 256 * high + low, both signed
-    sums     = value levels [D, 32 tokens] x weights [32, 8]       weights as 256 * high + low, both unsigned
+Up to 4 columns: keys and values are the left operands, and weights are integers as well, two unsigned bytes.
 
-With up to 4 columns, column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds
-both, and the scores of column t (NX = 1 column a lane). With up to 8 there are two products, and the lane has columns 2t and
-2t + 1 (NX = 2); with up to 16, two blocks of 8 columns are treated so (NX = 4).
+    scores   = key levels [32 tokens, D] x query [D, 8]
+    sums     = value levels [D, 32 tokens] x weights [32, 8]
 
-Weights are relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing
-of a flat tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes
-anyway.
+Column 2t of a product is the high part of column t and 2t + 1 the low one: lane 4g + t then holds both. Weights are
+relative to the highest score and the largest value scale of their tile's tokens, so that 16 bits lose nothing of a flat
+tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway. The loop
+is software-pipelined by hand, one tile ahead, in registers.
 
-Everything is a list of blocks [32], a register each; the loop is software-pipelined by hand, one tile ahead. A tile is one
-group or, where codes are narrow, the next as well, of the same page or of the next one: so much has to be on its way from
-memory at any time.
+Up to 16 columns: queries are the left operand.
+
+    scores   = query [16, D] x key levels [D, 32 tokens]           8 columns with their high and low bytes, or 16 and two
+    sums     = value levels [D, 32 tokens] x weights [32, 8]       fp16; two for 16 columns
+
+Lane 4g + t then has the scores of columns g and g + 8 for eight tokens, which is where the second product wants their
+weights. These are fp16 and the sums are the product's accumulators: with so many of them, putting bytes together would cost
+more than the longer dequantization. Sums and queries need the registers, so tiles are copied ahead to shared memory, by
+Triton's pipeliner.
+
+Everything is a list of blocks [32], a register each. A tile is one group or, where codes are narrow, the next as well, of
+the same page or of the next one: so much has to be on its way from memory at any time.
 """
 
 from __future__ import annotations
@@ -32,21 +39,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
+from .dequant import table_words
 from .packed import NOTHING
 from .products import (
     HIGH_BYTES,
     LOW_BYTES,
     MAGIC,
-    add_values,
+    add_half_values,
+    add_int8_values,
     fp8_scores,
     half_sums,
     int8_scores,
     lane_column,
     load_operand,
+    over_column,
+    sum_columns,
     weight_operand,
 )
-from .query import QUERY_STEPS
+from .query import LOG2_E, QUERY_STEPS
+from .rows import store_run
 from .splits import row_splits, slot_of
+from .tail import attend_tail
 from .tiles import (
     field_words,
     lane_words,
@@ -57,9 +70,12 @@ from .tiles import (
     load_pages,
     part,
     tile_groups,
+    token_halves,
 )
-from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two, split_halves
+from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two
+from .workspace import section
 
+STAGES = tl.constexpr(3)  # of the loop for more than 4 columns: copies are two tiles ahead
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
 
 
@@ -74,16 +90,7 @@ def largest_exponent(scale):
 
 
 @triton.jit
-def over_groups(x, MAX: tl.constexpr):
-    """The maximum or sum over the eight lanes of a t."""
-    for i in tl.static_range(3):
-        y = lane_xor(x, 16 >> i)
-        x = tl.maximum(x, y) if MAX else x + y
-    return x
-
-
-@triton.jit
-def weigh(scores, slope, offset, scale, exponent, highest, unit):
+def weigh(scores, slope, offset, scale, exponent, highest, unit, COLUMNS: tl.constexpr):
     """One step of the online softmax for a column.
 
     Args:
@@ -101,7 +108,7 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
     top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
     for r in tl.static_range(4, len(scores), 2):
         top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
-    top = tl.fma(over_groups(top, True), slope, offset)
+    top = tl.fma(over_column(top, True, COLUMNS), slope, offset)
     highest = tl.maximum(highest, top)
     now = tl.maximum(top, highest - MEMORY) + (exponent - 16.0)
     shift = offset - now
@@ -112,6 +119,29 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
         weights = weights + [weight]
         products = products + [tl.fma(weight, scale[r], 8388608.0).to(tl.int32, bitcast=True)]
     return [highest, now, power_of_two(unit - now)] + weights + products
+
+
+@triton.jit
+def weigh_halves(scores, slope, offset, scale, exponent, unit, COLUMNS: tl.constexpr):
+    """The same for products of weights and value scales that become fp16: the unit only changes for those that would exceed
+    2**12, and what is said of the highest score may as well be said of the unit.
+
+    Returns:
+        unit, the factor for earlier sums, the weights, and the weights times value scales.
+    """
+    top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+    for r in tl.static_range(4, len(scores), 2):
+        top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
+    top = tl.fma(over_column(top, True, COLUMNS), slope, offset)
+    now = tl.maximum(unit, top + (exponent - 12.0))
+    shift = offset - now
+    weights = []
+    products = []
+    for r in tl.static_range(len(scores)):
+        weight = power_of_two(tl.fma(scores[r], slope, shift))
+        weights = weights + [weight]
+        products = products + [weight * scale[r]]
+    return [now, power_of_two(unit - now)] + weights + products
 
 
 @triton.jit
@@ -133,33 +163,66 @@ def rotate_lanes(values, g):
     return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
-@triton.jit(do_not_specialize=["batch", "columns", "stride_page_ids", "capacity"])
+@triton.jit(
+    do_not_specialize=[
+        "batch", "columns", "group", "new", "ring_slots", "sinks", "tail_blocks", "tail_programs", "query_offset",
+        "stride_page_ids", "capacity", "mask_b", "mask_k", "stats_at", "factor_at", "rotated_at", "kept_at", "means_at",
+    ]
+)  # fmt: skip
 def decode(
-    p_query, p_factor, p_pool, p_tables, p_page_ids, p_row_start, p_counters, p_kept, p_means, p_output, p_stats,
-    batch, columns, stride_page_ids, capacity, key_step, value_step, softcap, L: tl.constexpr, NX: tl.constexpr,
-    TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr, ROTATE_BACK: tl.constexpr, DEPENDENT: tl.constexpr,
+    p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_pool, p_tables, p_page_ids, p_row_start,
+    p_counters, p_mask, p_work, batch, columns, group, new, ring_slots, sinks, tail_blocks, tail_programs, query_offset,
+    stride_page_ids, capacity, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh,
+    stride_vt, mask_b, mask_k, stats_at, factor_at, rotated_at, kept_at, means_at, key_step, value_step, scaling, softcap,
+    L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, BATCH: tl.constexpr,
+    ROTATE_BACK: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, slots), one warp each; `splits.py` says what a slot's program has to do.
+    """Grid (H, slots + tail_programs), one warp each; `splits.py` says what a slot's program has to do. The programs behind
+    them attend to exact tokens (`tail.py`): tail_blocks for each row of the batch and 8 columns.
 
     Args:
-        p_query: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys fp16.
-        p_factor: fp32 [B * H, columns], as for `packed.attend_packed`.
-        p_tables: int32 [5, 32], `int8_tables`.
-        p_kept: int32 [B, capacity * groups], a bit for each token that counts (`plan.py`).
-        p_means: fp32 [B * H, capacity, columns], scores of the pages' mean keys in powers of two (`plan.py`), or None.
-        p_output, p_stats: of `combine.combine`; the results of slots come first.
-        capacity: entries that `p_kept` and `p_means` have room for.
+        p_tables: int32 [9, 32], `int8_tables`.
+        p_mask: keep mask, bytes, the same for all queries; None keeps all.
+        p_work: fp32, and parts of it by where they start (in 16 bytes):
+            0 and stats_at: of `combine.combine`; the results of slots come first, then those of exact tokens.
+            factor_at: fp32 [B * H, columns], as for `packed.attend_packed`.
+            rotated_at: int32 [B * H, columns, key_padded / 2]: two numbers a word, int16 (`query.encode`) or for fp8 keys
+                fp16.
+            kept_at: int32 [B, capacity * groups], a bit for each token that counts.
+            means_at: where pages are centred, fp32 [B * H, capacity, columns], scores of their mean keys in powers of two.
+        query_offset: position of query 0 minus the committed length.
+        capacity: entries that there is room for.
         key_step, value_step: what the levels of keys and values are multiples of, plus half of it.
         TILE: groups of a tile, 1 or 2.
         LEAST, BATCH: of `splits.row_splits`.
+        TAIL: whether there are programs for exact tokens; CAUSAL: whether these are hidden from the queries before them.
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
+    WIDE: tl.constexpr = COLUMNS > 4
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
-    DIMS: tl.constexpr = L.value_padded // 8  # of a lane
+    OWN: tl.constexpr = (COLUMNS + 7) // 8  # columns that a lane has scores of, and
+    DIMS: tl.constexpr = L.value_padded // 8  # its dimensions, of which it has sums for
+    OUT: tl.constexpr = COLUMNS // 4  # columns
+    TOKENS: tl.constexpr = TILE * (4 if COLUMNS == 4 else 8)  # its tokens of a tile
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
     SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
-    i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    i_h, heads = tl.program_id(0), tl.num_programs(0)
+    slot, slots = tl.program_id(1), tl.num_programs(1) - tail_programs
+    p_stats = section(p_work, stats_at, tl.float32)
+    if TAIL and slot >= slots:
+        if DEPENDENT:
+            gdc_launch_dependents()
+        i_s, row = (slot - slots) % tail_blocks, (slot - slots) // tail_blocks
+        attend_tail(
+            p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
+            p_work, p_stats, heads * slots, heads, i_h, row % batch, row // batch, i_s, tail_blocks, columns, group, new,
+            ring_slots, sinks, query_offset, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
+            stride_vh, stride_vt, mask_b, mask_k, scaling, softcap, L, CAUSAL,
+        )  # fmt: skip
+        if DEPENDENT:
+            gdc_wait()
+        return
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
 
@@ -176,17 +239,23 @@ def decode(
     first = start + i_s
     steps = tl.cdiv(tiles - first, n_s)
     p_pages = p_page_ids + i_b * stride_page_ids
-    p_kept += i_b * capacity * L.groups
-    pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
-    next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
+    p_kept = section(p_work, kept_at, tl.int32) + i_b * capacity * L.groups
     p_head = p_pool + (i_h * L.page_words + L.header_words)
-    p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
-    keys = load_codes(p_groups, 0, L.key_words)
-    values = load_codes(p_groups, KEYS, L.value_words)
-    fields = load_fields(p_groups, pages, CODES, L.fields)
+    pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
+    if not WIDE:
+        next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
+        p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
+        keys = load_codes(p_groups, 0, L.key_words)
+        values = load_codes(p_groups, KEYS, L.value_words)
+        fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
+    zero = tl.zeros([32], tl.int32)
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
-    if L.same_table:
+    value_table = []
+    if WIDE:
+        for i in tl.static_range(4):
+            value_table = value_table + [tl.load(p_tables + 32 * (5 + i) + lane)]
+    elif L.same_table:
         value_table = key_table
     else:
         value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
@@ -194,36 +263,49 @@ def decode(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    kept = load_kept(p_kept, first, pages, TILE)
     own_columns = []
-    for x in tl.static_range(NX):
-        own_columns = own_columns + [tl.minimum(lane_column(t, x, NX), columns - 1)]
-    means = [tl.zeros([32], tl.float32)] * (len(pages) * NX)
+    for x in tl.static_range(OWN):
+        own_columns = own_columns + [tl.minimum(lane_column(lane, x, COLUMNS), columns - 1)]
+    means = [tl.zeros([32], tl.float32)] * (len(pages) * OWN)
     if L.centered:
-        p_means += i_bh.to(tl.int64) * capacity * columns
-        means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
-    zero = tl.zeros([32], tl.int32)
+        p_means = section(p_work, means_at, tl.float32) + i_bh.to(tl.int64) * capacity * columns
+    if not WIDE:
+        kept = load_kept(p_kept, first, pages, TILE)
+        if L.centered:
+            means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
     row = i_bh.to(tl.int64) * columns
-    query = load_operand(p_query + row * (L.key_padded // 2), columns, L, NX)
+    query = load_operand(section(p_work, rotated_at, tl.int32) + row * (L.key_padded // 2), columns, L, COLUMNS)
+    p_factor = section(p_work, factor_at, tl.float32)
     slope = []
-    for x in tl.static_range(NX):
+    for x in tl.static_range(OWN):
         slope = slope + [tl.load(p_factor + row + own_columns[x]) * key_step]
     if L.key_format == "lloyd_max":
-        bias = half_sums(query, zero, L, NX)
+        bias = half_sums(query, zero, L, COLUMNS)
     selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
 
     nothing = tl.zeros([32], tl.float32)
-    sums = [nothing] * (DIMS * NX)
-    highest = [nothing + NOTHING] * NX
-    unit = [nothing + NOTHING] * NX
-    total = [nothing] * NX  # of the weights; these three of a lane's own tokens only
-    scaled = [nothing] * NX  # of the weights times value scales
-    minima = [nothing] * NX  # of the weights times value minima
-    for step in tl.range(0, steps, num_stages=1):
-        tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
-        p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
-        next_keys = load_codes(p_groups, 0, L.key_words)
-        next_values = load_codes(p_groups, KEYS, L.value_words)
+    sums = [nothing] * (DIMS * OUT)
+    highest = [nothing + NOTHING] * OWN
+    unit = [nothing + NOTHING] * OWN
+    total = [nothing] * OWN  # of the weights; these three of a lane's own tokens only
+    scaled = [nothing] * OWN  # of the weights times value scales
+    minima = [nothing] * OWN  # of the weights times value minima
+    for step in tl.range(0, steps, num_stages=STAGES if WIDE else 1):
+        if not WIDE:
+            tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
+            p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
+            next_keys = load_codes(p_groups, 0, L.key_words)
+            next_values = load_codes(p_groups, KEYS, L.value_words)
+        else:
+            tile = first + step * n_s
+            p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, tile, L, TILE)
+            keys = load_codes(p_groups, 0, L.key_words)
+            values = load_codes(p_groups, KEYS, L.value_words)
+            fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
+            kept = load_kept(p_kept, tile, pages, TILE)
+            if L.centered:
+                means = load_means(p_means, tile, pages, columns, own_columns, L.group_bits, TILE)
+            pages = load_pages(p_pages, tile + n_s, entries, step + 1 < steps, L.group_bits, TILE)
 
         scores = []
         scale = []
@@ -233,96 +315,123 @@ def decode(
             words = lane_words(part(keys, u, TILE), L.key_words)
             own = part(fields, u, TILE)
             if L.key_format == "lloyd_max":
-                products = int8_scores(words, key_table, query, bias, zero, L, NX)
-                pair = field_words(own, 0, L.fields)
-                key_scale = split_halves(pair[0]) + split_halves(pair[1])
+                products = int8_scores(words, key_table, query, bias, zero, L, COLUMNS)
+                key_scale = token_halves(field_words(own, 0, L.fields, COLUMNS))
             else:
-                products = fp8_scores(words, query, L, NX)
-            pair = field_words(own, SCALE, L.fields)
-            scale_words = scale_words + pair
-            scale = scale + split_halves(pair[0]) + split_halves(pair[1])
+                products = fp8_scores(words, query, L, COLUMNS)
+            own_words = field_words(own, SCALE, L.fields, COLUMNS)
+            scale_words = scale_words + own_words
+            scale = scale + token_halves(own_words)
             if L.value_format == "min_max":
-                pair = field_words(own, L.fields - 1, L.fields)
-                minimum = minimum + split_halves(pair[0]) + split_halves(pair[1])
-            bits = kept[u] >> g
-            for r in tl.static_range(4):
-                for x in tl.static_range(NX):
-                    y = products[r * NX + x]
+                lowest = token_halves(field_words(own, L.fields - 1, L.fields, COLUMNS))
+                if WIDE:  # levels count from the middle of a value's range
+                    for i in tl.static_range(len(lowest)):
+                        middle = tl.fma(scale[len(minimum)], (2**L.value_bits - 1) / 2, lowest[i])
+                        minimum = minimum + [middle]
+                else:
+                    minimum = minimum + lowest
+            bits = kept[u] >> (g if COLUMNS == 4 else 2 * t)
+            for i in tl.static_range(len(products) // OWN):
+                for x in tl.static_range(OWN):
+                    y = products[i * OWN + x]
                     if L.key_format == "lloyd_max":
-                        y *= key_scale[r]
+                        y *= key_scale[i]
                     if SCALED:
-                        y = tl.fma(y, slope[x], means[u % PAGES * NX + x])
+                        y = tl.fma(y, slope[x], means[u % PAGES * OWN + x])
                     if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-                        y = softcap - 2 * softcap / (power_of_two(y * 2.8853900817779268) + 1)
-                    scores = scores + [tl.where((bits & (1 << (8 * r))) != 0, y, float("-inf"))]
+                        y = LOG2_E * (softcap - 2 * softcap / (power_of_two(y * (2 * LOG2_E)) + 1))
+                    live = (bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2))) != 0
+                    scores = scores + [tl.where(live, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
-        keys = next_keys
-        fields = load_fields(p_groups, next_pages, CODES, L.fields)
-        kept = load_kept(p_kept, tile, next_pages, TILE)
+        if not WIDE:
+            keys = next_keys
+            fields = load_fields(p_groups, next_pages, CODES, L.fields, COLUMNS)
+            kept = load_kept(p_kept, tile, next_pages, TILE)
 
         state = []
         decay = []
-        integers = []
-        for x in tl.static_range(NX):
-            if SCALED:
-                w = weigh(scores[x::NX], nothing + 1.0, nothing, scale, exponent, highest[x], unit[x])
+        weighted = []
+        for x in tl.static_range(OWN):
+            factor = nothing + 1.0 if SCALED else slope[x]
+            shift = nothing if SCALED else means[x]
+            if WIDE:
+                w = weigh_halves(scores[x::OWN], factor, shift, scale, exponent, unit[x], COLUMNS)
+                w = [highest[x]] + w
             else:
-                w = weigh(scores[x::NX], slope[x], means[x], scale, exponent, highest[x], unit[x])
-            weights = w[3 : 3 + 4 * TILE]
+                w = weigh(scores[x::OWN], factor, shift, scale, exponent, highest[x], unit[x], COLUMNS)
+            weights = w[3 : 3 + TOKENS]
             new_total = total[x] * w[2]
-            new_scaled = scaled[x] * w[2]
+            new_scaled = scaled[x]
+            if not WIDE:
+                new_scaled *= w[2]
             new_minima = minima[x]
             if L.value_format == "min_max":
                 new_minima *= w[2]
-            for r in tl.static_range(0, 4 * TILE, 2):
+            for r in tl.static_range(0, TOKENS, 2):
                 new_total += weights[r] + weights[r + 1]
-            for r in tl.static_range(4 * TILE):
-                new_scaled = tl.fma(weights[r], scale[r], new_scaled)
+            for r in tl.static_range(TOKENS):
+                if not WIDE:
+                    new_scaled = tl.fma(weights[r], scale[r], new_scaled)
                 if L.value_format == "min_max":
                     new_minima = tl.fma(weights[r], minimum[r], new_minima)
             state = state + [w[0], w[1], new_total, new_scaled, new_minima]
             decay = decay + [w[2]]
-            integers = integers + w[3 + 4 * TILE :]
+            weighted = weighted + w[3 + TOKENS :]
         highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
-        if L.centered:
-            means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
-        next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
+        if not WIDE:
+            if L.centered:
+                means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
+            next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
 
         operands = []
         for u in tl.static_range(TILE):
-            operands = operands + weight_operand(integers, u, TILE, selector, NX)
-        sums = add_values(sums, decay, values, value_table, operands, magic, L, NX, TILE)
-        values = next_values
+            operands = operands + weight_operand(weighted, u, TILE, selector, COLUMNS)
+        if WIDE:
+            decay = sum_columns(decay, lane, COLUMNS)
+            sums = add_half_values(sums, decay, values, value_table, operands, L, COLUMNS, TILE)
+        else:
+            sums = add_int8_values(sums, decay[0], values, value_table, operands, magic, L, TILE)
+            values = next_values
 
     row = (i_h.to(tl.int64) * slots + slot) * columns
-    for x in tl.static_range(NX):
-        column = lane_column(t, x, NX)
-        inside = column < columns
-        factor = power_of_two(unit[x] - highest[x])
-        if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
-            offset = over_groups(tl.fma(scaled[x], 2.0 ** (L.value_bits - 1), minima[x]), False) * factor
-        else:
-            offset = over_groups(scaled[x], False) * (factor * 0.5 * value_step)
-            factor *= value_step
-        weight = over_groups(total[x], False) * power_of_two(unit[x] - highest[x])
+    offsets = []
+    factors = []
+    for x in tl.static_range(OWN):
+        column = lane_column(lane, x, COLUMNS)
+        mask = (column < columns) & (g == 0 if COLUMNS == 4 else t == 0)
         p_stats_row = p_stats + 2 * (row + column)
-        tl.store(p_stats_row, highest[x], mask=inside & (g == 0))
-        tl.store(p_stats_row + 1, weight, mask=inside & (g == 0))
-        vector = []
-        for i in tl.static_range(DIMS):
-            vector = vector + [tl.fma(sums[i * NX + x], factor, offset)]
+        weight = over_column(total[x], False, COLUMNS)
+        if WIDE:
+            tl.store(p_stats_row, unit[x], mask=mask)
+            tl.store(p_stats_row + 1, weight, mask=mask)
+            offsets = offsets + [over_column(minima[x], False, COLUMNS)]
+            factors = factors + [nothing + 1.0]
+        else:
+            factor = power_of_two(unit[x] - highest[x])
+            tl.store(p_stats_row, highest[x], mask=mask)
+            tl.store(p_stats_row + 1, weight * factor, mask=mask)
+            if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
+                offset = tl.fma(scaled[x], 2.0 ** (L.value_bits - 1), minima[x])
+                offsets = offsets + [over_column(offset, False, COLUMNS) * factor]
+                factors = factors + [factor]
+            else:
+                offsets = offsets + [over_column(scaled[x], False, COLUMNS) * (factor * 0.5 * value_step)]
+                factors = factors + [factor * value_step]
+    offsets = sum_columns(offsets, lane, COLUMNS)
+    factors = sum_columns(factors, lane, COLUMNS)
+    for x in tl.static_range(OUT):
+        column = t if COLUMNS == 4 else 8 * (x // 2) + 2 * t + x % 2
+        vector = [tl.fma(y, factors[x], offsets[x]) for y in sums[x::OUT]]
         if ROTATE_BACK:
             vector = rotate_lanes(vector, g)
-        p_row = p_output + ((row + column) * L.value_padded + g * DIMS)[:, None] + tl.arange(0, 4)[None, :]
-        for i in tl.static_range(0, DIMS, 4):
-            y = tl.join(tl.join(vector[i], vector[i + 2]), tl.join(vector[i + 1], vector[i + 3])).reshape(32, 4)
-            tl.store(p_row + i, y, mask=inside[:, None])
+        store_run(p_work + ((row + column) * L.value_padded + g * DIMS), vector, column < columns, tl.float32)
 
 
 @lru_cache(maxsize=None)
 def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
     """The int8 of each code: of keys, then of values, eight bytes in two words; 4-bit codes, which have a sign of their own,
-    have their magnitudes there. Then `MAGIC`. Int32 [5, 32]: each lane has its copy.
+    have their magnitudes there. Then `MAGIC`, and the bytes of the values' levels as fp16 (`dequant.level_tables`). Int32
+    [9, 32]: each lane has its copy.
     """
     words = []
     for side in ("key", "value"):
@@ -330,6 +439,7 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
+    words.extend(table_words(layout, "value"))
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 

@@ -56,7 +56,7 @@ class PageSpec(NamedTuple):
 @lru_cache(maxsize=None)
 def page_spec(layout: PageLayout) -> PageSpec:
     """What the attention kernels need to know of a layout."""
-    keys, values = _table_words(layout, "key"), _table_words(layout, "value")
+    keys, values = table_words(layout, "key"), table_words(layout, "value")
     return PageSpec(
         layout.key_dim,
         layout.key_dim_padded,
@@ -90,11 +90,12 @@ def level_tables(layout: PageLayout, device: torch.device) -> Tensor:
         as well, at distance 1 and around 0. Every lane has its copy: a table in uniform registers would be moved to vector
         registers for each use.
     """
-    words = _table_words(layout, "key") + _table_words(layout, "value")
+    words = table_words(layout, "key") + table_words(layout, "value")
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 
-def _table_words(layout: PageLayout, side: str) -> tuple[int, ...]:
+def table_words(layout: PageLayout, side: str) -> tuple[int, ...]:
+    """Four words of `level_tables`, of the keys or values."""
     fmt, bits = getattr(layout, f"{side}_format"), getattr(layout, f"{side}_bits")
     if fmt == "lloyd_max":
         table = levels(bits, getattr(layout, f"{side}_dim_padded"), layout.codebook)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dequant import INTERPRET, byte_pairs, fp8_pairs, half, level_pairs
 from .lanes import lane_word_offset, load_factors
@@ -85,9 +86,22 @@ def four_halves(x):
 
 
 @triton.jit
+def own_word(p):
+    """The word of this lane among 32. The compiler would keep a word that all lanes share in a uniform register, and move it
+    to a vector register for each use."""
+    if INTERPRET:
+        return tl.load(p)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 l; .reg .b64 a; mov.u32 l, %laneid; mad.wide.u32 a, l, 4, $1; ld.global.b32 $0, [a]; }",
+            "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def load_table(p_table, FORMAT: tl.constexpr):
     """Four words of `dequant.level_tables`; a fourth of the levels if they are Lloyd-Max."""
-    table = [tl.load(p_table), tl.load(p_table + 32), tl.load(p_table + 64), tl.load(p_table + 96)]
+    table = [own_word(p_table), own_word(p_table + 32), own_word(p_table + 64), own_word(p_table + 96)]
     if FORMAT == "lloyd_max":  # two less in each exponent
         table = table[:2] + [table[2] - 0x08080808, table[3] - 0x08080808]
     return table
@@ -188,10 +202,78 @@ def value_order(x):
     return x.reshape(32 * CHUNKS, TILE, 32)
 
 
+@triton.jit
+def load_pages(p_page_ids, first, entries, COUNT: tl.constexpr):
+    """The page ids of COUNT entries, -1 from number `entries` on."""
+    pages = []
+    for k in tl.static_range(COUNT):
+        pages = pages + [tl.load(p_page_ids + first + k, mask=first + k < entries, other=-1)]
+    return pages
+
+
+@triton.jit
+def load_now(p):
+    """A word, loaded here: Triton would copy it to shared memory two tiles ahead, as what depends on it is multiplied."""
+    if INTERPRET:
+        return tl.load(p)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def load_keys(p_codes, p_metadata, p_mean, live, table, i: tl.constexpr, L: tl.constexpr):
+    """Piece i of the keys of TILE groups: fp16 [TILE * 32 tokens, dimensions], a fourth of the keys if they are rotated.
+
+    Args:
+        p_codes, p_metadata, live: [TILE], of each group.
+        p_mean: int64 [PAGES], each page's row of `rotate_means`, if keys are centred.
+    """
+    FORMAT: tl.constexpr = L.key_format
+    FIRST: tl.constexpr = piece_start(i, L.key_padded // 32)
+    CHUNKS: tl.constexpr = piece_size(i, L.key_padded // 32)
+    TILE: tl.constexpr = live.shape[0]
+    runs = load_runs(p_codes, live, FIRST, CHUNKS, L.key_bits, L.key_words)
+    x = key_order(run_values(runs, table, FORMAT, L.key_bits))
+    if FORMAT == "lloyd_max":
+        scale = load_field(p_metadata, live, 0, L.fields)
+        if L.centered:
+            PAGES: tl.constexpr = p_mean.shape[0]
+            four = 8 * FIRST + tl.arange(0, 8 * CHUNKS)
+            mean = four_halves(tl.load(p_mean[:, None] + four[None, :])).reshape(PAGES, 1, 32 * CHUNKS)
+            x = x.reshape(PAGES, TILE // PAGES * 32, 32 * CHUNKS)
+            x = multiply_add(x, scale.reshape(PAGES, TILE // PAGES * 32, 1), mean)
+        else:
+            x = multiply(x, scale[:, :, None])
+    return x.reshape(TILE * 32, 32 * CHUNKS)
+
+
+@triton.jit
+def load_values(p_codes, p_metadata, live, table, i: tl.constexpr, L: tl.constexpr):
+    """Piece i of the values: fp16 [dimensions, TILE * 32 tokens], a fourth of the values if they are rotated."""
+    FORMAT: tl.constexpr = L.value_format
+    FIRST: tl.constexpr = piece_start(i, L.value_padded // 32)
+    CHUNKS: tl.constexpr = piece_size(i, L.value_padded // 32)
+    TILE: tl.constexpr = live.shape[0]
+    BITS: tl.constexpr = L.value_bits
+    runs = load_runs(p_codes, live, FIRST, CHUNKS, BITS, L.value_words)
+    x = value_order(run_values(runs, table, FORMAT, BITS))
+    scale = load_field(p_metadata, live, 1 if L.key_format == "lloyd_max" else 0, L.fields)
+    if FORMAT == "min_max":
+        lowest = load_field(p_metadata, live, L.fields - 1, L.fields)
+        if BITS <= 4:  # levels count from the middle of a value's range
+            lowest = (lowest.to(tl.float32) + scale.to(tl.float32) * ((2**BITS - 1) / 2)).to(tl.float16)
+        x = multiply_add(x, scale[None, :, :], lowest[None, :, :])
+    else:
+        x = multiply(x, scale[None, :, :])
+    return x.reshape(32 * CHUNKS, TILE * 32)
+
+
 @triton.jit(do_not_specialize=["heads", "stride_page_ids", "capacity"])
 def rotate_means(
     p_pool, p_page_ids, p_counters, p_balance, p_signs, p_means, heads, stride_page_ids, capacity,
-    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PAGE_WORDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, cdiv(capacity, MEANS)): the mean keys of pages as the balanced and rotated keys have them.
 
@@ -199,7 +281,10 @@ def rotate_means(
         p_balance: fp32 [B * H, DIM], or None.
         p_signs: bf16 [BLOCK, BLOCK], the sign of each input (column) in each rotated coordinate (row).
         p_means: fp16 [B * H, capacity, PADDED], a fourth of the mean keys in the order of `key_dims`, piece by piece.
+        CHAINED: whether this kernel runs beside `prepare.prepare`, and the next may start before this one has finished.
     """
+    if CHAINED:
+        gdc_launch_dependents()
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
     entry = tl.program_id(1) * MEANS + tl.arange(0, MEANS)
@@ -207,7 +292,8 @@ def rotate_means(
     page = tl.load(p_page_ids + i_b * stride_page_ids + entry, mask=exists, other=-1)
     d = tl.arange(0, BLOCK)
     p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
-    mean = tl.load(p_mean[:, None] + d[None, :], mask=(page >= 0)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    mask = (page >= 0)[:, None] & (d < DIM)[None, :]
+    mean = tl.load(p_mean[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if p_balance is not None:
         mean *= load_factors(p_balance + i_bh.to(tl.int64) * DIM, d, DIM)[None, :]
     high = mean.to(tl.float16)
@@ -220,7 +306,10 @@ def rotate_means(
             k = key_dims(n, piece_start(i, CHUNKS), piece_size(i, CHUNKS), PADDED)
             signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(tl.float16).trans(1, 0)  # [BLOCK, 32]
             x = tl.dot(rest, signs, tl.dot(high, signs)) * (FOURTH * PADDED**-0.5)
-            tl.store(p_row[:, None] + (32 * piece_start(i, CHUNKS) + n)[None, :], x.to(tl.float16), mask=exists[:, None])
+            p_numbers = p_row[:, None] + (32 * piece_start(i, CHUNKS) + n)[None, :]
+            tl.store(p_numbers, x.to(tl.float16), mask=exists[:, None])
+    if CHAINED:  # the next kernel waits for this one only
+        gdc_wait()
 
 
 @triton.jit(
@@ -232,7 +321,7 @@ def extend(
     p_query, p_factor, p_pool, p_tables, p_means, p_page_ids, p_entries, p_row_start, p_counters, p_mask, p_output, p_stats,
     heads, columns, stride_page_ids, capacity, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
     L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks). A split takes every N-th tile of TILE groups.
 
@@ -244,20 +333,25 @@ def extend(
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
         p_output, p_stats: of `combine.combine`; the results of this kernel come first.
         query_offset: position of query 0 minus the committed length.
+        DEPENDENT: whether the program may start before the kernels that it depends on have finished, and the next kernel
+            before this one has.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
     TOKENS: tl.constexpr = 32 * TILE
     PAGES: tl.constexpr = TILE // L.groups if TILE > L.groups else 1  # that a tile has
     CHUNKS: tl.constexpr = L.key_padded // 32
     VALUE_CHUNKS: tl.constexpr = L.value_padded // 32
     KEY_FORMAT: tl.constexpr = L.key_format
     VALUE_FORMAT: tl.constexpr = L.value_format
-    SCALE: tl.constexpr = 1 if KEY_FORMAT == "lloyd_max" else 0  # the value scale's place in the metadata
     i_bh, i_s, n_s = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_b, i_h = i_bh // heads, i_bh % heads
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     row = i_bh.to(tl.int64) * columns + column
 
+    if DEPENDENT:
+        gdc_wait()
     query = []
     for i in tl.static_range(pieces(CHUNKS)):
         n = tl.arange(0, 32 * piece_size(i, CHUNKS))
@@ -276,8 +370,8 @@ def extend(
         position_of_query = tl.load(p_counters) + query_offset + column // group  # [COLUMNS]
     if p_mask is not None:
         p_keep = p_mask + i_b.to(tl.int64) * mask_b
-    token = tl.arange(0, TOKENS)
-    token = token // 32 * 32 + token // 2 % 4 * 8 + token // 8 % 4 * 2 + token % 2  # of the tile, in the order of positions
+    n = tl.arange(0, TOKENS)
+    token = n // 32 * 32 + n // 2 % 4 * 8 + n // 8 % 4 * 2 + n % 2  # of the tile, number n
 
     acc = []
     for i in tl.static_range(pieces(VALUE_CHUNKS)):
@@ -286,65 +380,73 @@ def extend(
     total = tl.zeros([COLUMNS], tl.float32)
     first_tile = (row_start >> L.page_bits) * L.groups // TILE  # before it, there is nothing but padding
     tiles = tl.cdiv(entries * L.groups, TILE)
+    p_page_ids += i_b * stride_page_ids
+    coming = load_pages(p_page_ids, (first_tile + i_s) * TILE // L.groups, entries, PAGES)
     for tile in tl.range(first_tile + i_s, tiles, n_s, num_stages=STAGES):
-        first_entry = tile * TILE // L.groups
-        group_of_tile = tl.arange(0, TILE)
-        page = tl.zeros([TILE], tl.int32)
+        pages = coming
+        coming = load_pages(p_page_ids, (tile + n_s) * TILE // L.groups, entries, PAGES)
+        part = tl.arange(0, TILE)  # of the tile: a group
+        at = tl.zeros([TILE], tl.int64)
+        live = tl.zeros([TILE], tl.int32)
         position = tl.zeros([TOKENS], tl.int32)
-        exists = token < 0
+        end = tl.zeros([TOKENS], tl.int32)
+        whole = True
         for k in tl.static_range(PAGES):
-            entry = first_entry + k
-            known = entry < entries  # the last tile may have fewer pages
-            of_page = tl.load(p_page_ids + i_b * stride_page_ids + entry, mask=known, other=-1)
-            both = tl.load(p_entries.to(tl.pointer_type(tl.int64)) + entry, mask=known, other=0)
-            start, count = both.to(tl.int32), (both >> 32).to(tl.int32)
-            count = tl.where(of_page >= 0, count, 0)
+            page = pages[k]
+            p_entry = p_entries + 2 * tl.minimum(tile * TILE // L.groups + k, entries - 1)
+            start = load_now(p_entry)
+            p_first = (page.to(tl.int64) * heads + i_h) * L.page_words + L.header_words
+            p_first += tile * TILE % L.groups * L.group_words - k * (TILE // PAGES) * L.group_words
+            stop = start + tl.where(page >= 0, load_now(p_entry + 1), 0)
+            begin = start + tile * TILE % L.groups * 32
+            whole = whole & (begin >= first_position) & (begin + TOKENS // PAGES <= stop)
             if PAGES == 1:
-                offset = tile * TILE % L.groups * 32 + token
-                page += of_page
-                position = start + offset
-                exists = (offset < count) & (position >= first_position)
+                at += p_first
+                live += page + 1
+                position = begin + token
+                end += stop
             else:
-                of_it = token // (32 * L.groups) == k
-                page = tl.where(group_of_tile // L.groups == k, of_page, page)
-                here = start - k * 32 * L.groups + token
-                position = tl.where(of_it, here, position)
-                exists = exists | (of_it & (here < start + count) & (here >= first_position))
-        live = page >= 0
-        p_group = p_pool + (page.to(tl.int64) * heads + i_h) * L.page_words + L.header_words
-        p_group += (tile * TILE + group_of_tile) % L.groups * L.group_words
+                at = tl.where(part // (TILE // PAGES) == k, p_first, at)
+                live = tl.where(part // (TILE // PAGES) == k, page + 1, live)
+                of_it = token // (TOKENS // PAGES) == k
+                position = tl.where(of_it, begin - k * (TOKENS // PAGES) + token, position)
+                end = tl.where(of_it, stop, end)
+        live = live > 0
+        p_group = p_pool + at + part * L.group_words
         p_values = p_group + 32 * L.key_words
         p_metadata = p_values + 32 * L.value_words
+        p_mean = p_means
+        if L.centered:
+            entry = tl.minimum(tile * TILE // L.groups + tl.arange(0, PAGES), entries - 1)
+            p_mean += (i_bh.to(tl.int64) * capacity + entry) * (L.key_padded // 4)
+        # Both operands before the first product: from there on, no warp waits for those of other columns.
+        keys = []
+        for i in tl.static_range(pieces(CHUNKS)):
+            keys = keys + [load_keys(p_group, p_metadata, p_mean, live, key_table, i, L)]
+        values = []
+        for i in tl.static_range(pieces(VALUE_CHUNKS)):
+            values = values + [load_values(p_values, p_metadata, live, value_table, i, L)]
 
         scores = tl.zeros([COLUMNS, TOKENS], tl.float32)
         for i in tl.static_range(pieces(CHUNKS)):
-            runs = load_runs(p_group, live, piece_start(i, CHUNKS), piece_size(i, CHUNKS), L.key_bits, L.key_words)
-            keys = key_order(run_values(runs, key_table, KEY_FORMAT, L.key_bits))
-            if KEY_FORMAT == "lloyd_max":
-                scale = load_field(p_metadata, live, 0, L.fields)[:, :, None]
-                if L.centered:
-                    of_group = (i_bh.to(tl.int64) * capacity + first_entry + group_of_tile // L.groups) * (L.key_padded // 4)
-                    four = 8 * piece_start(i, CHUNKS) + tl.arange(0, 8 * piece_size(i, CHUNKS))
-                    mean = four_halves(tl.load(p_means + of_group[:, None] + four[None, :], mask=live[:, None], other=0))
-                    keys = multiply_add(keys, scale, mean.reshape(TILE, 1, 32 * piece_size(i, CHUNKS)))
-                else:
-                    keys = multiply(keys, scale)
-            keys = keys.reshape(TOKENS, 32 * piece_size(i, CHUNKS))
-            scores = tl.dot(query[i], keys.trans(1, 0), scores)
+            scores = tl.dot(query[i], keys[i].trans(1, 0), scores)
         if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
             scores = softcap - 2 * softcap / (tl.exp2(scores * (factor * 2.8853900817779268)[:, None]) + 1)
 
-        if p_mask is not None:
-            if PER_QUERY:
-                p_each = p_keep + position.to(tl.int64)[None, :] * mask_k + (column // group).to(tl.int64)[:, None] * mask_q
-                keep = tl.load(p_each, mask=exists[None, :] & inside[:, None], other=0) != 0
-            else:
-                keep = (tl.load(p_keep + position.to(tl.int64) * mask_k, mask=exists, other=0) != 0)[None, :]
-        else:
-            keep = exists[None, :]
-        if CAUSAL:
-            keep = keep & (position[None, :] <= position_of_query[:, None])
-        scores = tl.where(keep, scores, float("-inf"))
+        if p_mask is not None or CAUSAL:
+            keep = ((position >= first_position) & (position < end))[None, :]
+            if p_mask is not None:
+                p_token = (p_keep + position.to(tl.int64) * mask_k)[None, :]
+                if PER_QUERY:
+                    keep = keep & inside[:, None]
+                    p_token = p_token + (column // group).to(tl.int64)[:, None] * mask_q
+                keep = keep & (tl.load(p_token, mask=keep, other=0) != 0)
+            if CAUSAL:
+                keep = keep & (position[None, :] <= position_of_query[:, None])
+            scores = tl.where(keep, scores, float("-inf"))
+        elif not whole:
+            keep = (position >= first_position) & (position < end)
+            scores = tl.where(keep[None, :], scores, float("-inf"))
 
         slope = tl.full([COLUMNS], 1.0, tl.float32) if softcap is not None else factor
         before = maximum
@@ -355,20 +457,7 @@ def extend(
         weights = weights.to(tl.float16)
         sums = []
         for i in tl.static_range(pieces(VALUE_CHUNKS)):
-            runs = load_runs(
-                p_values, live, piece_start(i, VALUE_CHUNKS), piece_size(i, VALUE_CHUNKS), L.value_bits, L.value_words
-            )
-            values = value_order(run_values(runs, value_table, VALUE_FORMAT, L.value_bits))
-            scale = load_field(p_metadata, live, SCALE, L.fields)
-            if VALUE_FORMAT == "min_max":
-                lowest = load_field(p_metadata, live, L.fields - 1, L.fields)
-                if L.value_bits <= 4:  # levels count from the middle of a value's range
-                    lowest = (lowest.to(tl.float32) + scale.to(tl.float32) * ((2**L.value_bits - 1) / 2)).to(tl.float16)
-                values = multiply_add(values, scale[None, :, :], lowest[None, :, :])
-            else:
-                values = multiply(values, scale[None, :, :])
-            values = values.reshape(32 * piece_size(i, VALUE_CHUNKS), TOKENS)
-            sums = sums + [tl.dot(weights, values.trans(1, 0), acc[i] * decay[:, None])]
+            sums = sums + [tl.dot(weights, values[i].trans(1, 0), acc[i] * decay[:, None])]
         acc = sums
 
     result = (i_bh.to(tl.int64) * n_s + i_s) * columns + column

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codebooks import boundaries, levels
+from ..codebooks import levels
 from ..layout import GROUP_TOKENS, PageLayout
 from ..rotation import hadamard_signs
+from .launch import power_of_two
 
 CHUNK = 32
 
@@ -113,34 +114,14 @@ def code_levels(bits: int, dim: int, codebook: str, device: torch.device) -> Ten
     return levels(bits, dim, codebook).to(torch.float16).to(device)
 
 
-@lru_cache(maxsize=None)
-def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as the constants of `store.quantize`.
-
-    Returns:
-        fp32 [2, 2**(bits - 1)]. Row 0: the largest number below the lower boundary of magnitude m, times -2**30, so that a
-        multiply-add that saturates to 0..1 tells whether a value reaches the boundary. Row 1: what passing the boundary
-        adds, 2**20 for the index plus the step of the level's square times 2**17; its first entry starts with 2**23, so
-        that the sum's bit pattern holds the integers.
-    """
-    half = 2 ** (bits - 1)
-    lower = boundaries(bits, dim, codebook)[half - 1 :]
-    below = torch.nextafter(lower, torch.zeros_like(lower)) * -(2.0**30)
-    # Levels are below 2.8, so these are below 2**20.
-    squares = (levels(bits, dim, codebook)[half:].double().square() * 2.0**17).round()
-    steps = 2.0**20 + squares.diff(prepend=squares.new_zeros(1))
-    steps[0] += 2.0**23 - 2.0**20
-    return torch.stack([below, steps.float()]).to(device)
-
-
 def block_dim(dim: int) -> int:
     """The block size that holds a padded dimension: a power of two."""
-    return triton.next_power_of_2(dim)
+    return power_of_two(dim)
 
 
 @lru_cache(maxsize=None)
 def constants(layout: PageLayout) -> dict[str, Any]:
-    """The `tl.constexpr` arguments that describe a layout to `store.pack_pages` and `gather.unpack_pages`."""
+    """The `tl.constexpr` arguments that describe a layout to `gather.unpack_pages`."""
     sides: dict[str, Any] = {}
     for side in ("key", "value"):
         field = f"{side}_scale"

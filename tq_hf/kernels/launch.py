@@ -3,39 +3,122 @@ than most of the kernels here run. Here the variant of a first launch is kept fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-_compiled: dict[Any, Any] = {}
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+Grid = tuple[int, int, int]
+Number = int | float | None
+KNOWN = 1024  # calls that a launcher remembers, at most
+# Releases of Triton whose driver's launch functions are known here.
+OLDEST, NEWEST = (3, 5), (3, 9)
+
+
+class Launcher:
+    """A kernel with its constants and the compiler's options, for tensors that have the same dtypes at every call.
+
+    Triton launches the first call of a kind. After that a call costs the tensors' addresses, a look into a dict, and the
+    driver's launch.
+
+    Args:
+        kernel: a `triton.jit` function, whose parameters are pointers, then numbers, then constants.
+        options: of the compiler, as num_warps.
+        constants: for the parameters that are `tl.constexpr`, in the signature's order.
+    """
+
+    __slots__ = ("_compiled", "_values", "constants", "kernel", "options")
+
+    def __init__(self, kernel: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
+        self.kernel, self.options, self.constants = kernel, options, constants
+        self._values = tuple(constants.values())
+        # By what Triton specializes on, or more: the device, which tensors are missing, offsets from 16 bytes, numbers.
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
+
+    def __call__(self, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
+        """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
+
+        Args:
+            tensors: on the current device; the first is not None.
+            numbers: each of the same type at every call, or None.
+        """
+        addresses: list[int | None] = []
+        bits = missing = 0
+        for tensor in tensors:
+            if tensor is None:
+                missing |= 1 << len(addresses)
+                addresses.append(None)
+            else:
+                address = tensor.data_ptr()
+                bits |= address
+                addresses.append(address)
+        offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        key = device, missing, offsets, numbers
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
+            if compiled is not None:  # by Triton's interpreter it is
+                if len(self._compiled) >= KNOWN:
+                    self._compiled.clear()
+                self._compiled[key] = compiled, driver_launch(compiled)
+        elif _has_listeners():
+            found[0][grid](*tensors, *numbers, *self._values)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            found[1](grid, stream, (*addresses, *numbers, *self._values))
+
+
+def driver_launch(compiled: Any) -> Callable[[Grid, int, tuple[Any, ...]], None]:
+    """A compiled kernel's launch, by grid, stream and arguments: the C function of Triton's driver, where this is a driver
+    whose function is known and the kernel needs none of what the Python around it does (scratch memory, the sanitizer)."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    nothing = (None, None, None)  # for the hooks and what they are told
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    is_known = type(run).__name__ == "CudaLauncher" and OLDEST <= release <= NEWEST
+    if not is_known or run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return lambda grid, stream, arguments: run(*grid, stream, function, metadata, *nothing, *arguments)
+    launch, how, memory = run.launch, (run.launch_cooperative_grid, run.launch_pdl), (None, None)
+    if release < (3, 7):
+        before = (function, *how, *memory, metadata, *nothing)
+        return lambda grid, stream, arguments: launch(*grid, stream, *before, *arguments)
+    about = (function, *how, metadata, *nothing, *memory, run.arg_annotations, run.kernel_signature)
+    return lambda grid, stream, arguments: launch(*grid, stream, *about, arguments)
+
+
+def _has_listeners() -> bool:
+    """Whether a profiler has hooked itself into Triton's launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+_pointers: dict[Any, int] = {}
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], options: dict[str, Any], arguments: tuple[Any, ...], **constants: Any
 ) -> None:
-    """What `kernel[grid](*arguments, **constants, **options)` does.
+    """A launch by a `Launcher`, for callers that do not keep one themselves (which costs less).
 
     Args:
-        options: of the compiler, as num_warps.
-        arguments: for the parameters that are no `tl.constexpr`.
-        constants: for those that are, which come last in the kernel's signature, in that order.
+        arguments: tensors or None, then numbers, the first of which is not None.
     """
-    key = (kernel.fn, tuple(constants.values()), tuple(options.items()), tuple(map(_traits, arguments)))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        # Triton's interpreter compiles nothing.
-        _compiled[key] = kernel[grid](*arguments, **constants, **options)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
-
-
-def _traits(argument: Any) -> Any:
-    """All that Triton specializes a kernel on, or more: the device, type and alignment of tensors, the divisibility and
-    width of integers."""
-    kind = type(argument)
-    if kind is int:
-        return argument == 1, argument & 15 == 0, argument >> 31
-    if kind is float or argument is None:
-        return kind
-    return argument.dtype, argument.device.index, argument.data_ptr() & 15
+    pointers = _pointers.get(kernel.fn)
+    if pointers is None:
+        pointers = next(i for i, argument in enumerate(arguments) if isinstance(argument, (int, float)))
+        _pointers[kernel.fn] = pointers
+    tensors = arguments[:pointers]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    key = (kernel.fn, *constants.values(), *options.items(), *dtypes)
+    launcher = _launchers.get(key)
+    if launcher is None:
+        launcher = _launchers[key] = Launcher(kernel, options, constants)
+    x, y, z = (*grid, 1, 1)[:3]
+    launcher((x, y, z), tensors, arguments[pointers:])
 
 
 # Triton has these as functions that kernels can call as well, which takes them microseconds.

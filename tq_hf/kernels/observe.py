@@ -6,27 +6,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, SMALLEST
-from .lanes import block_dim, keep_bytes, on_device
-from .store import load_vectors, token_rows
+from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, ROUNDING, SMALLEST
+from .encode import split_last8
+from .lanes import block_dim, keep_bytes, on_device, row_pointers
+from .launch import launch, power_of_two
+from .store import token_rows
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
+NOISE = tl.constexpr(ROUNDING)
 SHARE_OF_PARTNER = tl.constexpr(PARTNER_SHARE)
+TOKENS = tl.constexpr(8)  # loaded at once
 
 
 @triton.jit
-def counted_keys(start, length, first, last, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, p_keep,
-                 keep_row, DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The keys at positions start to start + 31, zero where they don't count, and which ones do."""
-    rows = token_rows(start, length, i_b, i_h, p_key, stride_b, stride_h, stride_t, p_ring, slots, DIM)
-    position = start + tl.arange(0, 32)
+def counted_keys(start, first, last, source, p_keep, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The keys at positions start to start + 31, fp32, zero where they don't count, and which ones do."""
+    token = tl.arange(0, 32)
+    d = tl.arange(0, BLOCK)
+    rows = token_rows(start, token, *source, DIM)
+    position = start + token
     counts = (position >= first) & (position < last)
     if p_keep is not None:
-        counts = counts & (tl.load(p_keep + keep_row + position, mask=counts, other=0) != 0)
-    return load_vectors(rows, counts, DIM, BLOCK)
+        counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
+    x = tl.load(row_pointers(*rows, d), mask=counts[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
+    counts = counts & (tl.sum(x * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
+    return tl.where(counts[:, None], x, 0.0), counts
 
 
 @triton.jit
@@ -50,12 +57,12 @@ def balance_factors(energy, spread, d, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "window", "sinks", "stride_keep"])
 def observe_tokens(
-    p_query, p_key, p_ring, p_row_start, p_counters, p_balance, p_energy, p_keep, n, window, sinks,
+    p_key, p_query, p_ring, p_row_start, p_counters, p_balance, p_energy, p_keep, n, window, sinks,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, CENTERED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1, H, B), as `store.token_rows` expects."""
+    """Grid (1, H, B)."""
     i_h, i_b = tl.program_id(1), tl.program_id(2)
     head = (i_b * tl.num_programs(1) + i_h) * DIM
     if tl.load(p_balance + head) != 0:
@@ -66,42 +73,53 @@ def observe_tokens(
     # The row's first page is the one that ends behind `first`; it may not be due yet.
     page_end = packed_end + PAGE * tl.maximum(tl.cdiv(first + 1 - packed_end, PAGE), 1)
     last = tl.minimum(length + n, page_end + window)
-    keep_row = i_b.to(tl.int64) * stride_keep
+    if p_keep is not None:
+        p_keep += i_b.to(tl.int64) * stride_keep
     d = tl.arange(0, BLOCK)
     inside = d < DIM
     energy = tl.load(p_energy + head + d, mask=inside, other=0.0)
     if p_query is not None:
         i_g = tl.arange(0, GROUP_BLOCK)
         p_heads = p_query + i_b.to(tl.int64) * stride_qb + (i_h * GROUP + i_g).to(tl.int64) * stride_qh
-        for position in range(tl.maximum(length, first), last):  # one by one: the sum is the same for all chunks
-            p_token = p_heads + (position - length).to(tl.int64) * stride_qt
-            mask = (i_g < GROUP)[:, None] & inside[None, :]
-            x = tl.load(p_token[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            counts = tl.sum(tl.sum(x * 0.0, 1), 0) == 0.0  # infinities and NaN times zero are NaN
+        p_heads = p_heads[None, :, None] + d[None, None, :]
+        of_head = (i_g < GROUP)[None, :, None] & inside[None, None, :]
+        for start in tl.range(tl.maximum(length, first), last, TOKENS, num_stages=3):
+            position = start + tl.arange(0, TOKENS)
+            counts = position < last
+            p_tokens = p_heads + ((position - length).to(tl.int64) * stride_qt)[:, None, None]
+            x = tl.load(p_tokens, mask=counts[:, None, None] & of_head, other=0.0).to(tl.float32)
             if p_keep is not None:
-                counts = counts & (tl.load(p_keep + keep_row + position) != 0)
-            energy += tl.where(counts, tl.sum(x * x, 0), 0.0)
+                counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
+            counts = counts & (tl.sum(tl.sum(x * 0.0, 2), 1) == 0.0)  # infinities and NaN times zero are NaN
+            squares = tl.where(counts[:, None], tl.sum(x * x, 1), 0.0)  # [TOKENS, BLOCK]
+            each = split_last8(squares.trans(1, 0))
+            for i in tl.static_range(TOKENS):  # one by one: the sum is the same for all chunks
+                energy += each[i]
     tl.store(p_energy + head + d, energy, mask=inside)
     if page_end + window > length + n:
         return
-    slots = window + PAGE
+    p_head = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
+    p_slots = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * (window + PAGE) * DIM
+    source = (length, p_head, stride_kt, p_slots, window + PAGE)
     spread = tl.zeros([BLOCK], tl.float32)
+    key_energy = tl.zeros([BLOCK], tl.float32)
     for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
         mean = tl.zeros([BLOCK], tl.float32)
         if CENTERED:
             count = 0
             for start in range(block, block + PAGE, 32):
-                x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt,
-                                         p_ring, slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+                x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
                 mean += tl.sum(x, 0)
                 count += tl.sum(counts.to(tl.int32), 0)
             mean /= tl.maximum(count, 1)
         for start in range(block, block + PAGE, 32):
-            x, counts = counted_keys(start, length, first, last, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring,
-                                     slots, p_keep, keep_row, DIM, BLOCK)  # fmt: skip
+            x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
+            key_energy += tl.sum(x * x, 0)
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
-    tl.store(p_balance + head + d, balance_factors(energy, spread, d, DIM), mask=inside)
+    differ = tl.sum(spread, 0) > NOISE * tl.sum(key_energy, 0)
+    factors = balance_factors(energy, tl.where(differ, spread, 0.0), d, DIM)
+    tl.store(p_balance + head + d, factors, mask=inside)
 
 
 def observe(
@@ -129,11 +147,12 @@ def observe(
     if query is not None and query.stride(-1) != 1:
         query = query.contiguous()
     keep = keep_bytes(keep)
+    group_block, block = power_of_two(group), block_dim(dim)
     with on_device(key.device):
-        observe_tokens[(1, heads, batch)](
-            query, key, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
-            *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
-            0 if keep is None else keep.stride(0),
-            GROUP=group, GROUP_BLOCK=triton.next_power_of_2(group), PAGE=page_size, CENTERED=center_keys, DIM=dim,
-            BLOCK=block_dim(dim), num_warps=4,
+        launch(
+            observe_tokens, (1, heads, batch), {"num_warps": max(4, min(16, group_block * block // 256))},
+            (key, query, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
+             *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
+             0 if keep is None else keep.stride(0)),
+            GROUP=group, GROUP_BLOCK=group_block, PAGE=page_size, CENTERED=center_keys, DIM=dim, BLOCK=block,
         )  # fmt: skip

@@ -1,16 +1,22 @@
-"""The decode kernel's two products: keys by the query, values by the weights.
-
-The right operands' numbers have 16 bits, a high and a low byte. See `decode.py` for where both stand.
-"""
+"""The decode kernel's two products: keys and queries, values and weights. See `decode.py` for which stand where."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .dequant import chunk_runs, fp8_pairs, split_last4
+from .dequant import chunk_runs, fp8_pairs, level_pairs, split_last4
 from .tiles import chunk_int8, lane_words, part
-from .warp import multiply_fp16, multiply_int8, multiply_int8_by_bytes, permute_bytes, transpose
+from .warp import (
+    lane_of,
+    lane_xor,
+    multiply_fp16,
+    multiply_int8,
+    multiply_int8_by_bytes,
+    pack_halves,
+    permute_bytes,
+    transpose,
+)
 
 HIGH_BYTES = tl.constexpr(0x7531)
 LOW_BYTES = tl.constexpr(0x6420)
@@ -18,155 +24,185 @@ MAGIC = tl.constexpr(0x4B400000)  # the bits of 1.5 * 2**23: added to an integer
 
 
 @triton.jit
-def lane_column(t, x: tl.constexpr, NX: tl.constexpr):
-    """The number of a lane's column x."""
-    return t if NX == 1 else 8 * (x // 2) + 2 * t + x % 2
+def lane_column(lane, x: tl.constexpr, COLUMNS: tl.constexpr):
+    """The number of a lane's column x, of those that it has scores of."""
+    return lane % 4 if COLUMNS == 4 else lane // 4 + 8 * x
 
 
 @triton.jit
-def load_operand(p_query, columns, L: tl.constexpr, NX: tl.constexpr):
-    """The query as right operands, one block of 8 columns after another: two words a chunk and product.
+def over_column(x, MAX: tl.constexpr, COLUMNS: tl.constexpr):
+    """The maximum or sum over the lanes that have the same columns."""
+    if COLUMNS == 4:
+        for i in tl.static_range(3):
+            y = lane_xor(x, 16 >> i)
+            x = tl.maximum(x, y) if MAX else x + y
+    else:
+        for i in tl.static_range(2):
+            y = lane_xor(x, 2 >> i)
+            x = tl.maximum(x, y) if MAX else x + y
+    return x
 
-    With NX = 1, lane 4g + t holds the high (even g) or low bytes of column g / 2; else a block's first half are the high
-    bytes of its column g, its second half the low ones. fp16 queries have two products a chunk instead.
+
+@triton.jit
+def sum_columns(x, lane, COLUMNS: tl.constexpr):
+    """Numbers of the columns that a lane has scores of (`lane_column`) to those of the columns that it has sums of: the same
+    with 4 columns, else 8n + 2t and 8n + 2t + 1."""
+    if COLUMNS == 4:
+        return x
+    else:
+        first = lane % 4 * 8
+        y = []
+        for block in tl.static_range(COLUMNS // 8):
+            y = y + [lane_of(x[block], first), lane_of(x[block], first + 4)]
+        return y
+
+
+@triton.jit
+def load_operand(p_query, columns, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """The query as operands, a chunk after the other.
+
+    With 4 columns, right ones of two words: lane 4g + t holds the high (even g) or low bytes of column g / 2. Else left ones
+    of four: 8 columns have their high bytes above their low ones, 16 have an operand of each. fp16 queries have two products
+    a chunk, the second half of whose rows nobody reads if there are 8 columns.
     """
     lane = tl.arange(0, 32)
     g = lane // 4
-    words = []
-    for block in tl.static_range((NX + 1) // 2):
-        column = tl.minimum(g // 2 if NX == 1 else 8 * block + g, columns - 1)
+    OWN: tl.constexpr = (COLUMNS + 7) // 8
+    loaded = []
+    for x in tl.static_range(OWN):
+        column = tl.minimum(g // 2 if COLUMNS == 4 else 8 * x + g, columns - 1)
         p = column * (L.key_padded // 2) + lane % 4 * (L.key_padded // 8)
         p = p_query + (p[:, None] + tl.arange(0, 4)[None, :])
-        first = []
-        second = []
         for c in tl.static_range(L.key_padded // 32):
-            x = split_last4(tl.load(p + 4 * c))
-            if L.key_format == "fp8":
-                first = first + x
-            elif NX == 1:
-                selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
-                first = first + [permute_bytes(x[0], x[1], selector), permute_bytes(x[2], x[3], selector)]
+            loaded = loaded + split_last4(tl.load(p + 4 * c))
+    words = []
+    for c in tl.static_range(L.key_padded // 32):
+        a = part(loaded, 0, OWN)[4 * c : 4 * c + 4]
+        b = part(loaded, OWN - 1, OWN)[4 * c : 4 * c + 4]
+        if L.key_format == "fp8":
+            words = words + (a if COLUMNS == 4 else [a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]])
+        elif COLUMNS == 4:
+            selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
+            words = words + [permute_bytes(a[0], a[1], selector), permute_bytes(a[2], a[3], selector)]
+        else:
+            high = [permute_bytes(a[0], a[1], HIGH_BYTES), permute_bytes(a[2], a[3], HIGH_BYTES)]
+            low = [permute_bytes(a[0], a[1], LOW_BYTES), permute_bytes(a[2], a[3], LOW_BYTES)]
+            if OWN == 1:
+                words = words + [high[0], low[0], high[1], low[1]]
             else:
-                first = first + [permute_bytes(x[0], x[1], HIGH_BYTES), permute_bytes(x[2], x[3], HIGH_BYTES)]
-                second = second + [permute_bytes(x[0], x[1], LOW_BYTES), permute_bytes(x[2], x[3], LOW_BYTES)]
-        words = words + first + second
+                high2 = [permute_bytes(b[0], b[1], HIGH_BYTES), permute_bytes(b[2], b[3], HIGH_BYTES)]
+                low2 = [permute_bytes(b[0], b[1], LOW_BYTES), permute_bytes(b[2], b[3], LOW_BYTES)]
+                words = words + [high[0], high2[0], high[1], high2[1], low[0], low2[0], low[1], low2[1]]
     return words
 
 
 @triton.jit
-def half_sums(query, zero, L: tl.constexpr, NX: tl.constexpr):
+def half_sums(query, zero, L: tl.constexpr, COLUMNS: tl.constexpr):
     """What the 0.5 of the levels adds to a score, int32: half of the sum of the query, for each column of a lane."""
-    CHUNKS: tl.constexpr = L.key_padded // 32
-    BLOCKS: tl.constexpr = (NX + 1) // 2
+    OWN: tl.constexpr = (COLUMNS + 7) // 8
     ones = [zero + 0x01010101] * 4
-    sums = []
-    for block in tl.static_range(BLOCKS):
-        q = part(query, block, BLOCKS)
-        high = [zero] * 4
-        low = [zero] * 4
-        for c in tl.static_range(CHUNKS):
-            high = multiply_int8(ones, q[2 * c : 2 * c + 2], high)
-            if NX > 1:
-                low = multiply_int8(ones, q[2 * (CHUNKS + c) : 2 * (CHUNKS + c) + 2], low)
-        if NX == 1:
-            sums = sums + [(high[0] * 256 + high[1]) >> 1]
-        else:
-            sums = sums + [(high[0] * 256 + low[0]) >> 1, (high[1] * 256 + low[1]) >> 1]
-    return sums
-
-
-@triton.jit
-def int8_scores(words, table, query, bias, zero, L: tl.constexpr, NX: tl.constexpr):
-    """Products of keys and query, fp32, in the order (r, x): token 8r + g, column x of the lane."""
-    CHUNKS: tl.constexpr = L.key_padded // 32
-    BLOCKS: tl.constexpr = (NX + 1) // 2
-    lows = []  # of the two halves of the tokens and the blocks of columns; with NX = 1, high and low side by side
-    for _ in tl.static_range(2):
-        for block in tl.static_range(BLOCKS):
-            if NX == 1:
-                lows = lows + [[zero, bias[0], zero, bias[0]]]
-            else:
-                lows = lows + [[bias[2 * block], bias[2 * block + 1], bias[2 * block], bias[2 * block + 1]]]
-    highs = [[zero] * 4] * (2 * BLOCKS)
-    for c in tl.static_range(CHUNKS):
-        x = chunk_int8(words, c, table, L.key_bits)
-        new_lows = []
-        new_highs = []
-        for m in tl.static_range(2):
-            a = [x[4 * m], x[4 * m + 2], x[4 * m + 1], x[4 * m + 3]]
-            for block in tl.static_range(BLOCKS):
-                q = part(query, block, BLOCKS)
-                if NX == 1:
-                    new_lows = new_lows + [multiply_int8(a, q[2 * c : 2 * c + 2], lows[m])]
-                else:
-                    new_highs = new_highs + [multiply_int8(a, q[2 * c : 2 * c + 2], highs[m * BLOCKS + block])]
-                    q = q[2 * CHUNKS :]
-                    new_lows = new_lows + [multiply_int8(a, q[2 * c : 2 * c + 2], lows[m * BLOCKS + block])]
-        lows = new_lows
-        if NX > 1:
-            highs = new_highs
-    scores = []
-    for m in tl.static_range(2):
-        for r in tl.static_range(2):
-            for block in tl.static_range(BLOCKS):
-                low = lows[m * BLOCKS + block]
-                if NX == 1:
-                    scores = scores + [(low[2 * r] * 256 + low[2 * r + 1]).to(tl.float32)]
-                else:
-                    high = highs[m * BLOCKS + block]
-                    for e in tl.static_range(2):
-                        scores = scores + [(high[2 * r + e] * 256 + low[2 * r + e]).to(tl.float32)]
-    return scores
-
-
-@triton.jit
-def fp8_scores(words, query, L: tl.constexpr, NX: tl.constexpr):
-    """`int8_scores` for fp8 keys, as fp16."""
-    BLOCKS: tl.constexpr = (NX + 1) // 2
-    zero = tl.zeros([32], tl.float32)
-    products = [[zero] * 4] * (2 * BLOCKS)
+    sums = [[zero] * 4] * OWN
     for c in tl.static_range(L.key_padded // 32):
-        runs = chunk_runs(words, c, 8)  # two words each
         new = []
-        for m in tl.static_range(2):
-            pairs = []
-            for h in tl.static_range(2):
-                x = fp8_pairs(runs[4 * m + h])
-                y = fp8_pairs(runs[4 * m + 2 + h])
-                pairs = pairs + [x[0], y[0], x[1], y[1]]
-            for block in tl.static_range(BLOCKS):
-                q = part(query, block, BLOCKS)
-                product = multiply_fp16(pairs[:4], q[4 * c : 4 * c + 2], products[m * BLOCKS + block])
-                new = new + [multiply_fp16(pairs[4:], q[4 * c + 2 : 4 * c + 4], product)]
+        for i in tl.static_range(OWN):
+            if COLUMNS == 4:
+                new = new + [multiply_int8(ones, query[2 * c : 2 * c + 2], sums[i])]
+            else:
+                q = query[4 * (OWN * c + i) : 4 * (OWN * c + i) + 4]
+                new = new + [multiply_int8(q, ones[:2], sums[i])]
+        sums = new
+    if COLUMNS == 4:
+        return [(sums[0][0] * 256 + sums[0][1]) >> 1]
+    elif COLUMNS == 8:
+        return [(sums[0][0] * 256 + sums[0][2]) >> 1]
+    else:
+        return [(sums[0][0] * 256 + sums[1][0]) >> 1, (sums[0][2] * 256 + sums[1][2]) >> 1]
+
+
+@triton.jit
+def int8_scores(words, table, query, bias, zero, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """Products of keys and query, fp32, in the order (token of the lane, column of the lane)."""
+    OWN: tl.constexpr = (COLUMNS + 7) // 8
+    if COLUMNS == 4:
+        products = [[zero, bias[0], zero, bias[0]]] * 2  # for both halves of the tokens
+    elif COLUMNS == 8:
+        products = [[zero, zero, bias[0], bias[0]]] * 4  # for all quarters
+    else:
+        products = [[zero] * 4, [bias[0], bias[0], bias[1], bias[1]]] * 4  # high and low
+    for c in tl.static_range(L.key_padded // 32):
+        x = chunk_int8(words, c, table, L.key_bits)
+        new = []
+        for i in tl.static_range(len(products)):
+            if COLUMNS == 4:
+                a = [x[4 * i], x[4 * i + 2], x[4 * i + 1], x[4 * i + 3]]
+                new = new + [multiply_int8(a, query[2 * c : 2 * c + 2], products[i])]
+            else:
+                q = query[4 * (OWN * c + i % OWN) : 4 * (OWN * c + i % OWN) + 4]
+                new = new + [multiply_int8(q, x[2 * (i // OWN) : 2 * (i // OWN) + 2], products[i])]
         products = new
     scores = []
-    for m in tl.static_range(2):
-        for r in tl.static_range(2):
-            for x in tl.static_range(NX):
-                scores = scores + [products[m * BLOCKS + x // 2][2 * r + x % 2]]
+    for i in tl.static_range(len(products) // OWN):
+        for e in tl.static_range(2):
+            if COLUMNS == 4:
+                scores = scores + [(products[i][2 * e] * 256 + products[i][2 * e + 1]).to(tl.float32)]
+            elif COLUMNS == 8:
+                scores = scores + [(products[i][e] * 256 + products[i][2 + e]).to(tl.float32)]
+            else:
+                for x in tl.static_range(2):
+                    high, low = products[2 * i][2 * x + e], products[2 * i + 1][2 * x + e]
+                    scores = scores + [(high * 256 + low).to(tl.float32)]
     return scores
 
 
 @triton.jit
-def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, NX: tl.constexpr):
-    """Weights, 16 bits in the order (x, u, r), of group u as right operands: two words, or for each block of columns two for
-    the high and two for the low bytes."""
-    if NX == 1:  # the same in both columns, of which one will keep the high bytes and the other the low ones
+def fp8_scores(words, query, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """`int8_scores` for fp8 keys, as fp16."""
+    OWN: tl.constexpr = (COLUMNS + 7) // 8
+    products = [[tl.zeros([32], tl.float32)] * 4] * (2 if COLUMNS == 4 else 4)
+    for c in tl.static_range(L.key_padded // 32):
+        runs = chunk_runs(words, c, 8)  # two words each
+        pairs = []
+        for i in tl.static_range(8):
+            pairs = pairs + fp8_pairs(runs[i])
+        new = []
+        for i in tl.static_range(len(products)):
+            if COLUMNS == 4:
+                x = pairs[8 * i : 8 * i + 8]
+                product = multiply_fp16([x[0], x[4], x[1], x[5]], query[4 * c : 4 * c + 2], products[i])
+                new = new + [multiply_fp16([x[2], x[6], x[3], x[7]], query[4 * c + 2 : 4 * c + 4], product)]
+            else:
+                x = pairs[4 * i : 4 * i + 4]
+                product = multiply_fp16(query[8 * c : 8 * c + 4], x[:2], products[i])
+                new = new + [multiply_fp16(query[8 * c + 4 : 8 * c + 8], x[2:], product)]
+        products = new
+    scores = []
+    for i in tl.static_range(len(products)):
+        for e in tl.static_range(2):
+            for x in tl.static_range(OWN):
+                scores = scores + [products[i][2 * e if COLUMNS == 4 else 2 * x + e]]
+    return scores
+
+
+@triton.jit
+def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, COLUMNS: tl.constexpr):
+    """Weights, in the order (column of the lane, group, token of the lane), of group u as right operands.
+
+    With 4 columns, of 16-bit integers: two words. Else of fp32 as fp16: two words for each half of the tokens, one block of
+    8 columns after the other; the lane that has a weight is the one that it is wanted in.
+    """
+    words = []
+    if COLUMNS == 4:  # the same in both columns, of which one will keep the high bytes and the other the low ones
         rows = []
         for r in tl.static_range(4):
             w = weights[4 * u + r]
             rows = rows + [transpose(permute_bytes(w, w, 0x1010))]
-        return [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
+        words = [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
     else:
-        words = []
-        for block in tl.static_range(NX // 2):
-            rows = []
-            for r in tl.static_range(4):
-                w = weights[4 * (TILE * 2 * block + u) + r]
-                rows = rows + [transpose(permute_bytes(w, weights[4 * (TILE * (2 * block + 1) + u) + r], 0x5410))]
-            words = words + [permute_bytes(rows[0], rows[1], HIGH_BYTES), permute_bytes(rows[2], rows[3], HIGH_BYTES)]
-            words = words + [permute_bytes(rows[0], rows[1], LOW_BYTES), permute_bytes(rows[2], rows[3], LOW_BYTES)]
-        return words
+        for block in tl.static_range(COLUMNS // 8):
+            for i in tl.static_range(4):
+                w = weights[8 * (TILE * block + u) + 2 * i : 8 * (TILE * block + u) + 2 * i + 2]
+                words = words + [pack_halves(w[0], w[1])]
+    return words
 
 
 @triton.jit
@@ -177,8 +213,8 @@ def add_bytes(high, low):
 
 
 @triton.jit
-def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, NX: tl.constexpr, TILE: tl.constexpr):
-    """sums * decay + the tile's values times weights, in the order (dimension, x): dimension g * D/8 + the index."""
+def add_int8_values(sums, decay, values, table, weights, magic, L: tl.constexpr, TILE: tl.constexpr):
+    """sums * decay + the tile's values times integer weights, of 4 columns: sum i is that of dimension g * D/8 + i."""
     words = []
     for u in tl.static_range(TILE):
         words = words + lane_words(part(values, u, TILE), L.value_words)
@@ -188,23 +224,43 @@ def add_values(sums, decay, values, table, weights, magic, L: tl.constexpr, NX: 
         for u in tl.static_range(TILE):
             levels = levels + chunk_int8(part(words, u, TILE), c, table, L.value_bits)
         for p in tl.static_range(2):
-            products = []
-            for block in tl.static_range((NX + 1) // 2):
-                first = magic
-                second = magic
-                for u in tl.static_range(TILE):
-                    a = levels[8 * u + 4 * p : 8 * u + 4 * p + 4]
-                    b = part(part(weights, u, TILE), block, (NX + 1) // 2)
-                    first = multiply_int8_by_bytes(a, b[:2], first)
-                    if NX > 1:
-                        second = multiply_int8_by_bytes(a, b[2:], second)
-                products = products + first + second
+            x = magic
+            for u in tl.static_range(TILE):
+                x = multiply_int8_by_bytes(levels[8 * u + 4 * p : 8 * u + 4 * p + 4], part(weights, u, TILE), x)
             for e in tl.static_range(2):
-                if NX == 1:
-                    new = new + [tl.fma(sums[len(new)], decay[0], add_bytes(products[2 * e], products[2 * e + 1]))]
-                else:
-                    for x in tl.static_range(NX):
-                        block = products[8 * (x // 2) : 8 * (x // 2) + 8]  # high, then low bytes
-                        product = add_bytes(block[2 * e + x % 2], block[4 + 2 * e + x % 2])
-                        new = new + [tl.fma(sums[len(new)], decay[x], product)]
+                new = new + [tl.fma(sums[len(new)], decay, add_bytes(x[2 * e], x[2 * e + 1]))]
+    return new
+
+
+@triton.jit
+def add_half_values(sums, decay, values, table, weights, L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """The same for fp16 weights and more columns, in the order (dimension, column): columns 8n + 2t and 8n + 2t + 1, as
+    `decay`. The sums stay where the products leave them."""
+    BLOCKS: tl.constexpr = COLUMNS // 8
+    words = []
+    for u in tl.static_range(TILE):
+        words = words + lane_words(part(values, u, TILE), L.value_words)
+    new = []
+    for c in tl.static_range(L.value_padded // 32):
+        pairs = []
+        for u in tl.static_range(TILE):
+            runs = chunk_runs(part(words, u, TILE), c, L.value_bits)
+            for r in tl.static_range(4):
+                pairs = pairs + level_pairs(runs[r], table, L.value_bits)
+        for p in tl.static_range(2):
+            products = []
+            for block in tl.static_range(BLOCKS):
+                x = []
+                for e in tl.static_range(2):
+                    for i in tl.static_range(2):
+                        x = x + [sums[2 * BLOCKS * (4 * c + 2 * p + e) + 2 * block + i] * decay[2 * block + i]]
+                for u in tl.static_range(TILE):
+                    for h in tl.static_range(2):  # of the tokens
+                        y = pairs[16 * u + 8 * p + 4 * h : 16 * u + 8 * p + 4 * h + 4]
+                        b = part(part(weights, u, TILE), block, BLOCKS)[2 * h : 2 * h + 2]
+                        x = multiply_fp16([y[0], y[2], y[1], y[3]], b, x)
+                products = products + [x]
+            for e in tl.static_range(2):
+                for block in tl.static_range(BLOCKS):
+                    new = new + products[block][2 * e : 2 * e + 2]
     return new

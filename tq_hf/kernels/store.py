@@ -1,84 +1,133 @@
 """The store kernel: packs the pages that have become due.
 
-A program packs the keys or the values of one 32-token group. It goes over the head in chunks of 32 columns (`lanes.py`):
-rotate, quantize, pack and store a chunk, so only one chunk of rotated values is alive at a time and any multiple of 32
-works as a head dimension. Norm, minimum and page mean need whole vectors, which are loaded first.
+A program, one warp, packs the keys or the values of one 32-token group. What is rotated is encoded in registers
+(`encode.py`). Other formats go over the head in chunks of 32 columns (`lanes.py`): load, quantize, pack and store a chunk.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..layout import PageLayout
+from .dequant import PageSpec, page_spec
+from .encode import (
+    add_tokens,
+    encode,
+    lane_tokens,
+    load_pieces,
+    magnitude_cells,
+    not_finite,
+    operand_words,
+    over_tokens,
+    piece_dims,
+    rotation_fragments,
+    token_bits,
+)
 from .lanes import (
     chunk_dims,
     code_shift,
-    constants,
     lane_word_offset,
     load_factors,
-    magnitude_cells,
     metadata_offset,
     row_pointers,
     sign_shift,
-    signs,
-    warps,
 )
+from .launch import launch
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
+REGISTERS = 144  # of a thread, up to 128 dimensions: 14 programs on a multiprocessor, for a few words on the stack
 
 
 @triton.jit
-def token_rows(start, length, i_b, i_h, p_new, stride_b, stride_h, stride_t, p_ring, slots, DIM: tl.constexpr):
-    """Where positions start to start + 31 are: which are committed, their pointers in the ring, and among the new tokens."""
-    token = tl.arange(0, 32)
-    p_first = p_new + (
-        i_b.to(tl.int64) * stride_b + i_h.to(tl.int64) * stride_h + (start - length).to(tl.int64) * stride_t
-    )
+def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.constexpr):
+    """Where positions start + token of a head are, token a block of 0 to 31: which are committed, their pointers in the
+    head's ring, and among its new tokens."""
     slot = start % slots + token
     slot = tl.where(slot < slots, slot, slot - slots)
-    p_head = p_ring + (i_b * tl.num_programs(1) + i_h).to(tl.int64) * slots * DIM
-    return start + token < length, p_head + slot * DIM, p_first + token * stride_t
+    p_first = p_new + (start - length).to(tl.int64) * stride
+    return start + token < length, p_ring + slot * DIM, p_first + token * stride
 
 
 @triton.jit
-def real_tokens(start, first, p_keep, keep_row):
-    """Which of positions start to start + 31 hold tokens that count: neither padding nor sink, and kept."""
-    position = start + tl.arange(0, 32)
-    real = position >= first
-    if p_keep is not None:
-        real = real & (tl.load(p_keep + keep_row + position) != 0)
-    return real
+def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl.constexpr):
+    """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
+    there is one, and that have a bit set; zeros for others. And which these are.
 
-
-@triton.jit
-def load_vectors(rows, real, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Vectors with zeros for those that do not count or are not finite, and which ones are left."""
-    d = tl.arange(0, BLOCK)
-    x = tl.load(row_pointers(*rows, d), mask=real[:, None] & (d < DIM)[None, :], other=0.0)  # [T, BLOCK]
-    usable = real & (tl.sum(x.to(tl.float32) * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
-    return tl.where(usable[:, None], x.to(tl.float32), 0.0), usable
-
-
-@triton.jit
-def quantize(u, p_cells, HALF: tl.constexpr):
-    """The Lloyd-Max cell of each value: its magnitude's index, its level's square times 2**17, and -1 or 0 for its sign.
-
-    Comparisons and selects run at half the rate of multiply-adds, which is what `lanes.magnitude_cells` is made for: each
-    boundary at or below the value adds a number that holds the steps of both results. One bit pattern less for negative
-    values sends a value that stands on a boundary to the right cell on both sides of zero.
+    `source`: the arguments of `token_rows` from `length` to `slots`.
     """
-    bits = u.to(tl.int32, bitcast=True)
-    sign = bits >> 31
-    v = ((bits & 0x7FFFFFFF) + sign).to(tl.float32, bitcast=True)
-    cell = tl.full(u.shape, 0.0, tl.float32) + tl.load(p_cells + HALF)
-    for m in tl.static_range(1, HALF):
-        above = tl.minimum(tl.maximum(tl.fma(v, 1073741824.0, tl.load(p_cells + m)), 0.0), 1.0)  # 0 or 1
-        cell = tl.fma(above, tl.load(p_cells + HALF + m), cell)
-    cell = cell.to(tl.int32, bitcast=True)
-    return (cell >> 20) & 7, cell & 0xFFFFF, sign
+    vectors = []
+    loaded = []
+    for r in tl.static_range(4):
+        token = 8 * r + tl.arange(0, 32) // 4
+        real = (start + token >= first) & ((bits >> token) & 1 != 0)
+        if p_keep is not None:
+            real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, DIM, PIECES)
+        loaded = loaded + [real]
+    return vectors, loaded
+
+
+@triton.jit
+def page_sum(start, first, source, p_keep, only_finite, DIM: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr):
+    """The sum of a page's keys over the page size, and the number of keys in it: those that the mask keeps, or all. Unless
+    `only_finite`, a key that is not spoils the sum."""
+    total = [tl.zeros([32, 8], tl.float32)] * PIECES
+    count = tl.zeros([32], tl.int32)
+    token = tl.arange(0, 32)
+    for i in range(GROUPS):
+        tile = start + 32 * i
+        bits = -1
+        if only_finite:
+            _, _, finite = survey(token_rows(tile, token, *source, DIM), tile + token >= first, DIM, 32 * PIECES)
+            bits = token_bits(finite)
+        keys, counted = load_group(tile, first, source, p_keep, bits, DIM, PIECES)
+        total = add_tokens(total, keys, 1.0 / (32 * GROUPS))  # divided first, so that no sum of finite keys overflows
+        for r in tl.static_range(4):
+            count += counted[r].to(tl.int32)
+    sums = []
+    for m in tl.static_range(PIECES):
+        sums = sums + [over_tokens(total[m])]
+    return sums, tl.sum(count, 0) // 4
+
+
+@triton.jit
+def survey(rows, real, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Least and largest coordinate of each vector, and which vectors are real and finite; [32] each."""
+    low = tl.full([32], float("inf"), tl.float32)
+    high = tl.full([32], float("-inf"), tl.float32)
+    zeros = tl.zeros([32], tl.float32)
+    for c in range(PADDED // 32):
+        d = 32 * c + tl.arange(0, 32)
+        inside = real[:, None] & (d < DIM)[None, :]
+        x = tl.load(row_pointers(*rows, d), mask=inside, other=0.0).to(tl.float32)
+        zeros += tl.sum(x * 0.0, 1)  # infinities and NaN times zero are NaN
+        low = tl.minimum(low, tl.min(tl.where(inside, x, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(inside, x, float("-inf")), 1))
+    usable = real & (zeros == 0.0)
+    return tl.where(usable, low, 0.0), tl.where(usable, high, 0.0), usable
+
+
+@triton.jit
+def finite_norms(norms, rows, real, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The norms of a lane's tokens with zeros for vectors that are not finite, and whether any real one of `rows` is such.
+
+    Of the norm zero, vectors decode to zeros whatever their codes are; and the products that made these keep rows apart, so
+    that other tokens have seen nothing of them.
+    """
+    _, _, usable = survey(rows, real, DIM, PADDED)
+    finite = lane_tokens(token_bits(usable))
+    kept = []
+    for r in tl.static_range(4):
+        kept = kept + [tl.where(finite[r], norms[r], 0.0)]
+    return kept, tl.max((real & ~usable).to(tl.int32), 0)
 
 
 @triton.jit
@@ -95,18 +144,6 @@ def e4m3(x):
 @triton.jit
 def saturate(x):
     return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
-
-
-@triton.jit
-def normalizers(norm):
-    """A power of two that brings vectors of this norm to 64..128, and what then divides by the norm.
-
-    Then the fp16 operands of the tensor cores neither overflow nor vanish, and vectors in a 16-bit dtype keep all bits.
-    """
-    bounded = tl.maximum(norm, 1e-36)
-    exponent = tl.minimum(bounded.to(tl.int32, bitcast=True) >> 23, 253)
-    power = ((260 - exponent) << 23).to(tl.float32, bitcast=True)
-    return power, 1.0 / (bounded * power)
 
 
 @triton.jit
@@ -156,107 +193,74 @@ def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, KEY
 
 
 @triton.jit
-def pack_vectors(rows, x, usable, p_codes, p_metadata, p_signs, p_cells,
-                 DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr,
-                 FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
-                 FITTED: tl.constexpr):  # fmt: skip
-    """Encodes one group: x, fp32 [32, BLOCK], where it is rotated or scaled, else the vectors at `rows` (`token_rows`).
-
-    EXACT says that x, scaled by a power of two, is exact in fp16.
+def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.constexpr):
+    """Encodes the group of vectors at `rows` (`token_rows`) in a format that rotates nothing.
 
     Returns:
-        Whether each token's metadata saturated fp16, or one of its coordinates fp8, [32].
+        Whether any real vector was lost for not being finite, and whether metadata saturated fp16, or coordinates fp8.
     """
-    CHUNKS: tl.constexpr = PADDED // 32
+    DIM: tl.constexpr = L.key_dim if KEYS else L.value_dim
+    PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
+    FORMAT: tl.constexpr = L.key_format if KEYS else L.value_format
+    BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
+    FIELD: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # of values: no such keys have metadata
+    FIELDS: tl.constexpr = L.fields
     token = tl.arange(0, 32)
-    p_field = p_metadata + metadata_offset(token, FIELD, FIELDS)
-    if FORMAT == "lloyd_max":
-        HALF: tl.constexpr = 2 ** (BITS - 1)
-        norm = tl.sqrt(tl.sum(x * x, 1))
-        power, inverse = normalizers(norm)
-        x *= power[:, None]
-        operand = x.to(tl.float16)
-        if not EXACT:  # 11 more bits of each coordinate, as further inputs of the same product
-            rest = (x - operand.to(tl.float32)).to(tl.float16)
-            is_rest = (tl.arange(0, 2) == 1)[None, :, None]
-            operand = tl.where(is_rest, rest[:, None, :], operand[:, None, :]).reshape(32, 2 * BLOCK)
-        squares = tl.zeros([32, 32], tl.int32)
-        projection = tl.zeros([32, 32], tl.float32)
-        k = tl.arange(0, BLOCK if EXACT else 2 * BLOCK)[:, None] % BLOCK
-        n = tl.arange(0, 32)[None, :]
-        for c in range(CHUNKS):
-            y = tl.dot(operand, tl.load(p_signs + c * BLOCK * 32 + k * 32 + n))  # [32, 32]
-            u = y * inverse[:, None]
-            magnitude, square, sign = quantize(u, p_cells, HALF)
-            squares += square
-            if FITTED:
-                projection += tl.abs(u) * tl.sqrt(square.to(tl.float32))
-            if BITS == 4:
-                codes = magnitude | (sign & 8)
-            else:
-                codes = magnitude ^ HALF ^ (sign & (2 * HALF - 1))
-            store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
-        scale = norm / tl.sqrt(tl.sum(squares, 1).to(tl.float32) * 7.62939453125e-06)  # 2**-17
-        if FITTED:  # `layout.PageLayout.scale`
-            unbiased = norm * (362.0386719675123 * PADDED**0.5) / tl.maximum(tl.sum(projection, 1), 1e-30)  # 2**8.5
-            scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
-        saturated = ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
-        tl.store(p_field, tl.where(saturated, FP16_MAX, scale).to(tl.float16))
+    low, high, usable = survey(rows, real, DIM, PADDED)
+    if FORMAT == "min_max":
+        TOP: tl.constexpr = 2**BITS - 1
+        minimum = saturate(low).to(tl.float16)  # [32]
+        step = tl.maximum(tl.div_rn(high - minimum.to(tl.float32), TOP * 1.0), 1e-8)
+        saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
+        scale = saturate(step).to(tl.float16)  # [32]
+        tl.store(p_metadata + metadata_offset(token, FIELD, FIELDS), scale)
+        tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
+        origin = minimum.to(tl.float32)[:, None]
+        divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
+    elif FORMAT == "fp8":
+        saturated = tl.maximum(high, -low) > FP8_MAX
     else:
+        saturated = token < 0
+    for c in range(PADDED // 32):
+        dims = chunk_dims(c, PADDED, KEYS)
+        # The vectors are loaded again, from L1: a block in registers cannot be indexed by column.
+        inside = usable[:, None] & (dims < DIM)[None, :]
+        v = tl.load(row_pointers(*rows, dims), mask=inside, other=0.0)  # [32, 32]
         if FORMAT == "min_max":
-            TOP: tl.constexpr = 2**BITS - 1
-            in_head = (tl.arange(0, BLOCK) < DIM)[None, :]
-            low = tl.min(tl.where(in_head, x, float("inf")), 1)
-            high = tl.max(tl.where(in_head, x, float("-inf")), 1)
-            minimum = saturate(low).to(tl.float16)  # [32]
-            step = tl.maximum(tl.div_rn(high - minimum.to(tl.float32), TOP * 1.0), 1e-8)
-            saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
-            scale = saturate(step).to(tl.float16)  # [32]
-            tl.store(p_field, scale)
-            tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
-            origin = minimum.to(tl.float32)[:, None]
-            divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
+            steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
+            codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
+            if BITS == 4:  # to a magnitude and a sign, as level codes - 7.5
+                codes = tl.where(codes < 8, 15 - codes, codes - 8)
         elif FORMAT == "fp8":
-            saturated = tl.max(tl.abs(x), 1) > FP8_MAX
+            codes = e4m3(v.to(tl.float32))
+        elif BITS == 16:
+            codes = v.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         else:
-            saturated = token < 0
-        for c in range(CHUNKS):
-            dims = chunk_dims(c, PADDED, KEYS)
-            # The vectors are loaded again, from L1: a block in registers cannot be indexed by column.
-            inside = usable[:, None] & (dims < DIM)[None, :]
-            v = tl.load(row_pointers(*rows, dims), mask=inside, other=0.0)  # [32, 32]
-            if FORMAT == "min_max":
-                steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
-                codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
-                if BITS == 4:  # to a magnitude and a sign, as level codes - 7.5
-                    codes = tl.where(codes < 8, 15 - codes, codes - 8)
-            elif FORMAT == "fp8":
-                codes = e4m3(v.to(tl.float32))
-            elif BITS == 16:
-                codes = v.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            else:
-                codes = v.to(tl.int32, bitcast=True)
-            store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
-    return saturated
+            codes = v.to(tl.int32, bitcast=True)
+        store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
+    return tl.max((real & ~usable).to(tl.int32), 0), tl.max(saturated.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["n", "window", "sinks", "stride_page_ids", "stride_keep"])
+@triton.jit(do_not_specialize=["heads", "n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
     p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_balance, p_flags, p_keep,
-    p_key_signs, p_key_cells, p_value_signs, p_value_cells,
-    n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
-    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_FORMAT: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_SCALE: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_FORMAT: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_SCALE: tl.constexpr, FIELDS: tl.constexpr, FITTED: tl.constexpr,
-    CENTER_KEYS: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr,
-    HEADER_WORDS: tl.constexpr, GROUP_WORDS: tl.constexpr, KEY_WORDS: tl.constexpr, VALUE_WORDS: tl.constexpr,
+    p_key_fragments, p_key_cells, p_value_fragments, p_value_cells,
+    heads, n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
+    L: tl.constexpr, FITTED: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (2 * GROUPS * max_due, H, B): keys or values, group and due page; head; row."""
-    i_h, i_b = tl.program_id(1), tl.program_id(2)
-    i_part = tl.program_id(0)
-    i_group = i_part // 2 % GROUPS
-    i_due = i_part // (2 * GROUPS)
+    """Grid (H * 2 * groups * max_due, B): head, keys or values, group and due page; row. What stands side by side in memory,
+    the heads' vectors of a token, is read at about the same time.
+
+    AWAITED: whether the next kernel may start before this one has finished, and waits for it.
+    """
+    if AWAITED:
+        gdc_launch_dependents()
+    i_b = tl.program_id(1)
+    i_h = tl.program_id(0) % heads
+    i_part = tl.program_id(0) // heads
+    i_group = i_part // 2 % L.groups
+    i_due = i_part // (2 * L.groups)
+    PAGE: tl.constexpr = 32 * L.groups
     length = tl.load(p_counters)
     packed_end = tl.load(p_counters + 1)
     if i_due >= tl.maximum(length + n - packed_end - window, 0) // PAGE:
@@ -264,58 +268,98 @@ def pack_pages(
     i_page = tl.load(p_page_ids + i_b * stride_page_ids + tl.load(p_counters + 2) + i_due)
     if i_page < 0:
         return
-    p_page = p_pool + (i_page.to(tl.int64) * tl.num_programs(1) + i_h) * PAGE_WORDS
-    p_group = p_page + HEADER_WORDS + i_group * GROUP_WORDS
-    p_metadata = (p_group + KEY_WORDS + VALUE_WORDS).to(tl.pointer_type(tl.float16))
+    p_page = p_pool + (i_page.to(tl.int64) * heads + i_h) * L.page_words
+    p_codes = p_page + L.header_words + i_group * L.group_words
+    p_metadata = (p_codes + L.key_words * 32 + L.value_words * 32).to(tl.pointer_type(tl.float16))
     start = packed_end + i_due * PAGE
-    first = tl.load(p_row_start + i_b) + sinks
-    slots = window + PAGE
+    first = tl.load(p_row_start + i_b) + sinks  # what a mask hides now, a later one may show: it is stored
     tile = start + i_group * 32
-    keep_row = i_b.to(tl.int64) * stride_keep
-    real = real_tokens(tile, first, None, keep_row)  # what the mask hides now, a later one may show: it is stored
+    token = tl.arange(0, 32)
+    ring = (i_b * heads + i_h).to(tl.int64) * (window + PAGE)
     if i_part % 2 == 0:
-        key_rows = token_rows(tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM)
-        if CENTER_KEYS:
-            total = tl.zeros([32, KEY_BLOCK], tl.float32)
-            count = 0
-            for i in range(GROUPS):  # every group's program computes the mean, so that none waits for another
-                other = start + i * 32
-                other_rows = token_rows(
-                    other, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
-                )
-                others, counted = load_vectors(
-                    other_rows, real_tokens(other, first, p_keep, keep_row), KEY_DIM, KEY_BLOCK
-                )
-                total += others * (1.0 / PAGE)  # divided first, so that no sum of finite keys overflows
-                count += tl.sum(counted.to(tl.int32), 0)
-            mean = saturate(tl.sum(total, 0) * (PAGE / tl.maximum(count, 1))).to(tl.float16)  # [KEY_BLOCK]
-            if i_group == 0:
-                d = tl.arange(0, KEY_BLOCK)
-                tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean, mask=d < 2 * HEADER_WORDS)
-        keys, usable = load_vectors(key_rows, real, KEY_DIM, KEY_BLOCK)
-        if CENTER_KEYS:
-            keys = tl.where(usable[:, None], keys - mean.to(tl.float32)[None, :], 0.0)
-        if p_balance is not None:
-            p_factors = p_balance + (i_b * tl.num_programs(1) + i_h) * KEY_DIM
-            keys *= load_factors(p_factors, tl.arange(0, KEY_BLOCK), KEY_DIM)[None, :]
-        saturated = pack_vectors(
-            key_rows, keys, usable, p_group, p_metadata, p_key_signs, p_key_cells, KEY_DIM, KEY_PADDED, KEY_BLOCK,
-            KEY_FORMAT, KEY_BITS, KEY_SCALE, FIELDS, True,
-            p_key.dtype.element_ty != tl.float32 and not CENTER_KEYS and p_balance is None, FITTED,
-        )  # fmt: skip
+        p_head = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
+        source = (length, p_head, stride_kt, p_ring_key + ring * L.key_dim, window + PAGE)
+        rows = token_rows(tile, token, *source, L.key_dim)
+        if L.key_format == "lloyd_max":
+            PIECES: tl.constexpr = L.key_padded // 32
+            mean = None
+            if L.centered:
+                p_kept = None if p_keep is None else p_keep + i_b.to(tl.int64) * stride_keep
+                # Every group's program computes the mean, so that none waits for another.
+                total = [tl.zeros([32, 8], tl.float32)] * PIECES
+                count = 0
+                spoilt = True
+                for attempt in range(2):  # again without keys that are not finite, if there are any
+                    if spoilt:
+                        total, count = page_sum(start, first, source, p_kept, attempt != 0, L.key_dim, PIECES, L.groups)
+                        spoilt = not_finite(total)
+                mean = []
+                for m in tl.static_range(PIECES):
+                    x = saturate(total[m] * (PAGE / tl.maximum(count, 1))).to(tl.float16)
+                    if i_group == 0:
+                        d = piece_dims(m)
+                        mask = (token < 4)[:, None] & (d < 2 * L.header_words)
+                        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, x, mask=mask)
+                    mean = mean + [x.to(tl.float32)]
+            factors = None
+            if p_balance is not None:
+                p_factors = p_balance + (i_b * heads + i_h) * L.key_dim
+                factors = []
+                for m in tl.static_range(PIECES):
+                    factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
+            keys, real = load_group(tile, first, source, None, -1, L.key_dim, PIECES)
+            words, norms, overflow = operand_words(keys, real, mean, factors)
+            lost = 0
+            if overflow:  # as keys are not finite, or only as they are large
+                norms, lost = finite_norms(norms, rows, tile + token >= first, L.key_dim, L.key_padded)
+            saturated = encode(words, norms, p_codes, p_metadata, p_key_fragments, p_key_cells, L.key_padded, L.key_bits,
+                               0, L.fields, True, FITTED)  # fmt: skip
+        else:
+            lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, True)
     else:
-        value_rows = token_rows(
-            tile, length, i_b, i_h, p_value, stride_vb, stride_vh, stride_vt, p_ring_value, slots, VALUE_DIM
-        )
-        values, usable = load_vectors(value_rows, real, VALUE_DIM, VALUE_BLOCK)
-        saturated = pack_vectors(
-            value_rows, values, usable, p_group + KEY_WORDS, p_metadata, p_value_signs, p_value_cells, VALUE_DIM,
-            VALUE_PADDED, VALUE_BLOCK, VALUE_FORMAT, VALUE_BITS, VALUE_SCALE, FIELDS, False,
-            p_value.dtype.element_ty != tl.float32, FITTED,
-        )  # fmt: skip
-    dropped = tl.max((real & ~usable).to(tl.int32), 0)
-    flags = (dropped << (i_part % 2)) | (tl.max(saturated.to(tl.int32), 0) << 2)
+        p_codes += 32 * L.key_words
+        p_head = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh)
+        source = (length, p_head, stride_vt, p_ring_value + ring * L.value_dim, window + PAGE)
+        rows = token_rows(tile, token, *source, L.value_dim)
+        if L.value_format == "lloyd_max":
+            values, real = load_group(tile, first, source, None, -1, L.value_dim, L.value_padded // 32)
+            words, norms, overflow = operand_words(values, real, None, None)
+            lost = 0
+            if overflow:
+                norms, lost = finite_norms(norms, rows, tile + token >= first, L.value_dim, L.value_padded)
+            saturated = encode(words, norms, p_codes, p_metadata, p_value_fragments, p_value_cells, L.value_padded,
+                               L.value_bits, 1 if L.key_format == "lloyd_max" else 0, L.fields, False, FITTED)  # fmt: skip
+        else:
+            lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, False)
+    flags = (lost << (i_part % 2)) | (saturated << 2)
     tl.atomic_or(p_flags + i_h, flags, mask=flags != 0, sem="relaxed")
+
+
+class Packing(NamedTuple):
+    """What every launch of `pack_pages` takes for a layout on a device."""
+
+    spec: PageSpec
+    fitted: bool
+    options: dict[str, int]
+    tables: tuple[Tensor | None, ...]
+    """The constants of `encode.encode` for keys, then for values; None for what is not rotated."""
+
+
+@lru_cache(maxsize=None)
+def packing(layout: PageLayout, device: torch.device) -> Packing:
+    tables: list[Tensor | None] = []
+    for keys, rotated, bits, dim in (
+        (True, layout.rotates_keys, layout.key_bits, layout.key_dim_padded),
+        (False, layout.rotates_values, layout.value_bits, layout.value_dim_padded),
+    ):
+        if rotated:
+            tables += [rotation_fragments(dim, keys, device), magnitude_cells(bits, dim, layout.codebook, device)]
+        else:
+            tables += [None, None]
+    options = {"num_warps": 1}
+    if max(layout.key_dim_padded, layout.value_dim_padded) <= 128:
+        options["maxnreg"] = REGISTERS
+    return Packing(page_spec(layout), layout.scale == "fitted", options, tuple(tables))
 
 
 def launch_pack_pages(
@@ -330,27 +374,22 @@ def launch_pack_pages(
     balance: Tensor | None,
     flags: Tensor,
     keep: Tensor | None,
-    layout: PageLayout,
+    packing: Packing,
     sinks: int,
     recent_window: int,
     max_due: int,
+    overlap: bool,
 ) -> None:
     """Packs the pages that are due after `n` new tokens; step 1 of `commit.commit`, whose arguments these are.
 
     Everything but `key`, `value` (last dim contiguous), `page_ids` and `keep` (rows contiguous) must be contiguous.
+    `overlap`: whether the next step may start before this one has finished.
     """
     batch, heads, n, _ = key.shape
-    signs_and_cells: list[Tensor | None] = []
-    for keys, rotated, bits, dim in (
-        (True, layout.rotates_keys, layout.key_bits, layout.key_dim_padded),
-        (False, layout.rotates_values, layout.value_bits, layout.value_dim_padded),
-    ):
-        if rotated:
-            signs_and_cells += [signs(dim, keys, key.device), magnitude_cells(bits, dim, layout.codebook, key.device)]
-        else:
-            signs_and_cells += [None, None]
-    pack_pages[(2 * layout.groups * max_due, heads, batch)](
-        key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *signs_and_cells,
-        n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
-        0 if keep is None else keep.stride(0), FITTED=layout.scale == "fitted", **constants(layout), num_warps=warps(layout),
+    launch(
+        pack_pages, (heads * 2 * packing.spec.groups * max_due, batch), packing.options,
+        (key, value, ring_key, ring_value, pool, page_ids, row_start, counters, balance, flags, keep, *packing.tables,
+         heads, n, recent_window, sinks, *key.stride()[:3], *value.stride()[:3], page_ids.stride(0),
+         0 if keep is None else keep.stride(0)),
+        L=packing.spec, FITTED=packing.fitted, AWAITED=overlap,
     )  # fmt: skip

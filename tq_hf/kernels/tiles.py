@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, split_last4
-from .warp import lane_of_four, permute_bytes
+from .warp import lane_of_four, permute_bytes, split_halves
 
 
 @triton.jit
@@ -86,17 +86,28 @@ def part(values, u: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_fields(p_groups, pages, OFFSET: tl.constexpr, FIELDS: tl.constexpr):
-    """The metadata of each group, every word in one lane of those that need it; zeros where there is no page."""
+def load_fields(p_groups, pages, OFFSET: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The metadata of each group; zeros where there is no page.
+
+    For 4 columns a register or two, with every word in one lane of those that need it. Else blocks [8, 4] and [8, 2].
+    """
     lane = tl.arange(0, 32)
     words = []
     for u in tl.static_range(len(p_groups)):
         p = p_groups[u] + OFFSET
         live = pages[u % len(pages)] >= 0
-        if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
-            words = words + [tl.load(p + lane, mask=live, other=0)]
-        if FIELDS % 2 == 1:
-            words = words + [tl.load(p + (16 * FIELDS - 16) + (lane // 4 * 2 + lane % 2), mask=live, other=0)]
+        if COLUMNS == 4:
+            if FIELDS > 1:  # [g][field][r]: lane 4g + t loads word t of its g
+                words = words + [tl.load(p + lane, mask=live, other=0)]
+            if FIELDS % 2 == 1:
+                words = words + [tl.load(p + (16 * FIELDS - 16) + (lane // 4 * 2 + lane % 2), mask=live, other=0)]
+        else:
+            g = tl.arange(0, 8)[:, None]
+            if FIELDS > 1:
+                words = words + [tl.load(p + (4 * g + tl.arange(0, 4)[None, :]), mask=live, other=0)]
+            if FIELDS % 2 == 1:
+                p += 16 * FIELDS - 16
+                words = words + [tl.load(p + (2 * g + tl.arange(0, 2)[None, :]), mask=live, other=0)]
     return words
 
 
@@ -122,12 +133,40 @@ def load_means(p_means, tile, pages, columns, own_columns, GROUP_BITS: tl.conste
 
 
 @triton.jit
-def field_words(words, FIELD: tl.constexpr, FIELDS: tl.constexpr):
-    """A field of a lane's four tokens 8r + g: two words of two fp16."""
-    if FIELDS == 1 or FIELD == 2:
-        return [lane_of_four(words[len(words) - 1], 0), lane_of_four(words[len(words) - 1], 1)]
+def field_words(words, FIELD: tl.constexpr, FIELDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A field of a lane's tokens as words of two fp16: for 4 columns those of tokens 8r + g, r = 0, 1 and 2, 3; else those
+    of tokens 8r + 2t + a, in the order (halves of r, a)."""
+    REST: tl.constexpr = FIELDS == 1 or FIELD == 2  # in a block of its own
+    block = words[len(words) - 1] if REST else words[0]
+    FIRST: tl.constexpr = 0 if REST else 2 * FIELD
+    if COLUMNS == 4:
+        return [lane_of_four(block, FIRST), lane_of_four(block, FIRST + 1)]
     else:
-        return [lane_of_four(words[0], 2 * FIELD), lane_of_four(words[0], 2 * FIELD + 1)]
+        if REST:
+            x = block
+        else:
+            pairs = tl.split(block.reshape(8, 2, 2).permute(0, 2, 1))
+            x = pairs[FIELD]
+        # [2t + a, half] to a lane's [half, a]
+        x = x.reshape(4, 2, 2).permute(0, 2, 1)[None, :, :, :].broadcast_to(8, 4, 2, 2).reshape(32, 2, 2)
+        even, odd = tl.split(x)
+        e0, e1 = tl.split(even)
+        o0, o1 = tl.split(odd)
+        return [e0, o0, e1, o1]
+
+
+@triton.jit
+def token_halves(words):
+    """Words of `field_words` as fp32, a number for each token of the lane."""
+    if len(words) == 2:
+        return split_halves(words[0]) + split_halves(words[1])
+    else:
+        values = []
+        for i in tl.static_range(0, 4, 2):
+            x = split_halves(words[i])
+            y = split_halves(words[i + 1])
+            values = values + [x[0], y[0], x[1], y[1]]
+        return values
 
 
 @triton.jit

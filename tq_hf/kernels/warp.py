@@ -36,6 +36,14 @@ def lane_of_four(x, index: tl.constexpr):
 
 
 @triton.jit
+def lane_of(x, index):
+    """The value of lane `index`."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, index], dtype=x.dtype, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def largest_of_warp(x):
     """The largest unsigned number of all lanes."""
     return tl.inline_asm_elementwise(
@@ -61,6 +69,30 @@ def power_of_two(x):
 def larger_halves(a, b):
     """The larger of two fp16, for both halves of a word."""
     return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def pack_halves(low, high):
+    """Two fp32 as the two fp16 of a word."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def multiply_add_halves(a, b, c):
+    """a * b + c for both fp16 of words, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def saturated_multiply_add_halves(a, b, c):
+    """`multiply_add_halves` clamped to 0..1; 0 for NaN."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.sat.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -104,3 +136,36 @@ def multiply_fp16(a, b, c):
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
     return [d0, d1, d2, d3]
+
+
+@triton.jit
+def multiply_bf16(a, b, c):
+    """`multiply_fp16` for bf16."""
+    d0, d1, d2, d3 = tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return [d0, d1, d2, d3]
+
+
+@triton.jit
+def round_to_pair(low, high, DTYPE: tl.constexpr):
+    """Two fp32 as fp16 or bf16 in a word."""
+    if DTYPE == tl.bfloat16:
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = pack_halves(low, high)
+    return word
+
+
+@triton.jit
+def join_halves(low, high):
+    """Two 16-bit numbers as a word."""
+    low = low.to(tl.int16, bitcast=True)
+    high = high.to(tl.int16, bitcast=True)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )

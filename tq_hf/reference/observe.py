@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..conditioning import balance_factors
+from ..conditioning import ROUNDING, balance_factors
 
 
 @torch.no_grad()
@@ -57,6 +57,7 @@ def observe(
         if page_end > due_end:
             continue
         spread = torch.zeros_like(query_energy[row])
+        key_energy = torch.zeros_like(spread[:, :1])
         for start in range(page_end - page_size, last, page_size):  # what a page's mean leaves is what is quantized
             at = torch.arange(max(start, first), min(start + page_size, last), device=key.device)
             kept_keys = ring_key[row].index_select(1, at[at < length] % ring_key.shape[2])
@@ -65,7 +66,9 @@ def observe(
             if kept is not None:
                 counted &= kept[at, None]
             keys = keys.masked_fill(~counted, 0)
+            key_energy += keys.square().sum((1, 2)).unsqueeze(-1)
             if center_keys:
                 keys -= keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
             spread += keys.masked_fill(~counted, 0).square().sum(1)
-        balance[row] = balance_factors(query_energy[row], spread)
+        differ = spread.sum(-1, keepdim=True) > ROUNDING * key_energy  # keys that are all alike have no spread to balance
+        balance[row] = balance_factors(query_energy[row], spread.masked_fill(~differ, 0))

@@ -1,0 +1,137 @@
+"""The kernels of a commit, compiled as it would launch them on GPUs that this machine need not have."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ttgir import lanes_hold_elements
+from tq_hf.config import TurboQuantConfig
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+TYPES = {torch.int32: "i32", torch.uint8: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+Launch = tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, dtype: torch.dtype, max_due: int
+) -> dict[str, Launch]:
+    """Kernel, options, arguments and constants of each launch of one `commit`, by the kernel's name."""
+    commit_module, store, append = (
+        importlib.import_module(f"tq_hf.kernels.{name}") for name in ("commit", "store", "append")
+    )
+    config = TurboQuantConfig.from_preset(preset)
+    layout = config.layout(dim, dim, dtype)
+    found: dict[str, Launch] = {}
+
+    def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
+        assert all(size >= 1 for size in grid)
+        found[kernel.fn.__name__] = kernel, options, arguments, constants
+
+    def prepared(name: str, device: torch.device) -> tuple[int, Any, bool]:
+        assert name == layout.name
+        return layout.page_size, store.packing(layout, device), architecture >= 90
+
+    monkeypatch.setattr(store, "launch", record)
+    monkeypatch.setattr(append, "launch", record)
+    monkeypatch.setattr(commit_module, "_prepared", prepared)
+    batch, heads, slots = 2, 2, config.recent_window + config.page_size
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32)
+
+    new = torch.empty(batch, 200, heads, dim, dtype=dtype).transpose(1, 2)
+    exact = [
+        torch.empty(batch, heads, n, dim, dtype=dtype) for n in (slots, slots, config.sink_tokens, config.sink_tokens)
+    ]
+    balance = torch.empty(batch, heads, dim) if config.balance_keys else None
+    commit_module.commit(
+        new, new, numbers(9, heads, layout.page_words), *exact, numbers(batch, 4), numbers(4, 2), numbers(batch), numbers(3),
+        balance, numbers(heads), None, layout.name, config.recent_window, max_due,
+    )  # fmt: skip
+    return found
+
+
+def compiled(launch: Launch, architecture: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, options, arguments, constants = launch
+    names = kernel.arg_names
+    assert names[len(arguments) :] == list(constants)
+    signature, fixed, aligned = {}, {}, {}
+    for i, (name, value) in enumerate((dict(zip(names, arguments)) | constants).items()):
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        elif name in constants or value is None:
+            signature[name] = "constexpr"
+            fixed[(i,)] = value
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and not kernel.params[i].do_not_specialize:
+                aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, fixed, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def resources(kernel: Any, folder: Path) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])
+
+
+# Triton 3.9 leaves more on the stack than 3.6: 104, 280 and 336 bytes of the first, third and last of these.
+@pytest.mark.parametrize(
+    ("architecture", "preset", "dim", "dtype", "most_registers", "most_stack"),
+    [
+        (90, "tq4", 128, torch.bfloat16, 144, 128),
+        (90, "tq3", 96, torch.float32, 144, 128),
+        (80, "tq2", 128, torch.bfloat16, 144, 320),
+        (90, "4bit_nc", 128, torch.bfloat16, 144, 64),
+        (90, "tq4", 256, torch.float16, 255, 384),
+    ],
+    ids=str,
+)
+def test_packing_stays_in_registers(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, dtype: torch.dtype, most_registers: int,
+    most_stack: int, tmp_path: Path,
+) -> None:  # fmt: skip
+    kernel = compiled(launches(monkeypatch, architecture, preset, dim, dtype, 3)["pack_pages"], architecture)
+    registers, stack = resources(kernel, tmp_path)
+    assert registers <= most_registers and stack <= most_stack
+    assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
+    if preset != "4bit_nc":  # its values are not rotated: they are packed in blocks
+        assert kernel.metadata.shared == 0
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("max_due", [0, 1])
+def test_the_steps_of_a_commit(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tmp_path: Path
+) -> None:
+    found = launches(monkeypatch, architecture, "tq4", 128, torch.bfloat16, max_due)
+    steps = ["pack_pages"] * max_due + ["append_tokens", "advance_counters"]
+    assert list(found) == steps
+    # Each but the first may start early, where GPUs can do that, and only there; and waits for the one ahead.
+    early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
+    assert early == (steps[1:] if architecture >= 90 else [])
+    for name in steps[max_due:]:
+        kernel = compiled(found[name], architecture)
+        assert resources(kernel, tmp_path)[1] == 0
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (name in early)

@@ -1,0 +1,398 @@
+"""Encodes rotated vectors: a warp a group, in registers from the load to the stored words.
+
+A Hadamard matrix of order D is the Kronecker product of one of order D/4 (the *top*) and the 4 x 4 one: dimension 4k + i has
+number k among the tops. Tensor cores multiply by the top, for each i apart; the small one takes additions in a lane.
+
+Lane 4g + t has tokens 8r + g (r in 0..3), as rows of `mma` fragments go. It loads dimensions 32m + 8t to 32m + 8t + 7 of
+each, a *piece* for every m. The two tops of a piece make a word of the left operand for each i. The columns of the product
+are named (`rotation_fragments`) so that a lane gets what it packs: for each chunk c, the dimensions t * D/4 + 8c + 4b + i of
+a key. Those of a value are n * D/8 + 4c + i in columns n = 2t + b; their codes change lanes once they are four bits long.
+
+A word is a register of two fp16; those of rotated coordinates belong to b = 0 and 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import layout
+from ..codebooks import boundaries, levels
+from ..rotation import hadamard_signs
+from .dequant import split_last4
+from .lanes import lane_word_offset, metadata_offset
+from .tiles import lane_words, load_lane_words
+from .warp import (
+    multiply_add_halves,
+    multiply_fp16,
+    pack_halves,
+    permute_bytes,
+    saturated_multiply_add_halves,
+    transpose,
+)
+
+FP16_MAX = tl.constexpr(65504.0)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+# Vectors are scaled to coordinates of this standard deviation: the lowest boundary is above a quarter of it, where fp16 are
+# half apart, and no coordinate exceeds 16 times as much.
+UNIT = tl.constexpr(2048.0)
+TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
+ONES = tl.constexpr(0x3C003C00)
+COUNTER = tl.constexpr(0x64006400)  # 1024.0: the bits of an integer added to it are the lowest
+
+
+@lru_cache(maxsize=None)
+def rotation_fragments(dim_padded: int, keys: bool, device: torch.device) -> Tensor:
+    """The right operands of the rotation's products: for each chunk, words of a lane, two for every 16 tops of the input.
+
+    Returns:
+        int32 [dim_padded / 32, 32 * words], where `layout.lane_word_offset` says; two fp16 each, +-1 (0 for tops beyond the
+        dimension).
+    """
+    chunks = dim_padded // 32
+    steps = -(-chunks // 2)
+    top = torch.zeros(16 * steps, 8 * chunks, dtype=torch.float16, device="cpu")
+    top[: 8 * chunks] = hadamard_signs(dim_padded)[::4, ::4].mT.to(torch.float16)
+    c, lane = torch.arange(chunks, device="cpu")[:, None], torch.arange(32, device="cpu")
+    column = lane // 4
+    out = column // 2 * (2 * chunks) + 2 * c + column % 2 if keys else column * chunks + c  # [C, 32]
+    words = torch.empty(chunks, 64 * steps, dtype=torch.int32, device="cpu")
+    for word in range(2 * steps):
+        first = 8 * word + 2 * (lane % 4)
+        at = [layout.lane_word_offset(i, word, 2 * steps) for i in range(32)]
+        words[:, at] = torch.stack([top[first, out], top[first + 1, out]], -1).view(torch.int32).squeeze(-1)
+    return words.to(device)
+
+
+@lru_cache(maxsize=None)
+def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
+    """The non-negative half of a codebook as the constants of `quantize`.
+
+    Returns:
+        int32 [2, 2**(bits - 1)], words with the same fp16 twice. Row 0: the number below the lower boundary of magnitude m,
+        times -2, so that a multiply-add that saturates to 0..1 tells whether twice a value reaches the boundary. Row 1: the
+        lowest level, then what passing the boundary adds to it.
+    """
+    half = 2 ** (bits - 1)
+    lower = (boundaries(bits, dim, codebook)[half - 1 :] * UNIT.value).half()
+    below = (lower.view(torch.int16) - 1).view(torch.float16) * -2
+    below[0] = 0
+    positive = levels(bits, dim, codebook)[half:]
+    steps = positive.diff(prepend=positive.new_zeros(1)).half()
+    words = torch.stack([below, steps]).view(torch.int16).int() & 0xFFFF
+    return (words * 0x10001).to(device)
+
+
+@triton.jit
+def split_last8(x):
+    """[32, 8] to a list of eight [32]."""
+    even, odd = tl.split(x.reshape(x.shape[0], 4, 2))
+    x0, x2, x4, x6 = split_last4(even)
+    x1, x3, x5, x7 = split_last4(odd)
+    return [x0, x1, x2, x3, x4, x5, x6, x7]
+
+
+@triton.jit
+def join4(x0, x1, x2, x3):
+    """Four [32] to [32, 4]."""
+    return tl.join(tl.join(x0, x2), tl.join(x1, x3)).reshape(32, 4)
+
+
+@triton.jit
+def sum_of_four(x):
+    """The sum [32] over the four lanes that share g, in each of them."""
+    return tl.sum(x.reshape(8, 4), 1)[:, None].broadcast_to(8, 4).reshape(32)
+
+
+@triton.jit
+def piece_dims(m: tl.constexpr):
+    """The dimensions of a lane's piece m, [32, 8]."""
+    return (32 * m + tl.arange(0, 32) % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def load_pieces(first, p_first, p_second, real, DIM: tl.constexpr, PIECES: tl.constexpr):
+    """The pieces [32, 8] of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
+    pieces = []
+    for m in tl.static_range(PIECES):
+        d = piece_dims(m)
+        p = tl.where(first[:, None], p_first[:, None] + d, p_second[:, None] + d)
+        mask = real[:, None] if DIM % 32 == 0 else real[:, None] & (d < DIM)
+        pieces = pieces + [tl.load(p, mask=mask, other=0.0)]
+    return pieces
+
+
+@triton.jit
+def token_bits(tokens):
+    """A block [32] of conditions as the bits of a number."""
+    return tl.sum(tokens.to(tl.int32) << tl.arange(0, 32), 0)
+
+
+@triton.jit
+def lane_tokens(bits):
+    """A lane's four tokens of `token_bits`: four [32]."""
+    tokens = []
+    for r in tl.static_range(4):
+        tokens = tokens + [(bits >> (8 * r + tl.arange(0, 32) // 4)) & 1 != 0]
+    return tokens
+
+
+@triton.jit
+def add_tokens(total, vectors, share: tl.constexpr):
+    """`total`, a block [32, 8] a piece, and with it the pieces of a lane's four tokens times a share."""
+    PIECES: tl.constexpr = len(total)
+    sums = []
+    for m in tl.static_range(PIECES):
+        x = total[m]
+        for r in tl.static_range(4):
+            x += vectors[r * PIECES + m].to(tl.float32) * share
+        sums = sums + [x]
+    return sums
+
+
+@triton.jit
+def not_finite(total):
+    """Whether any number of a list of blocks [32, 8] is not finite."""
+    zeros = tl.zeros([32, 8], tl.float32)
+    for m in tl.static_range(len(total)):
+        zeros += total[m] * 0.0  # infinities and NaN times zero are NaN
+    return tl.max(tl.max((zeros != 0.0).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def over_tokens(x):
+    """The sum [32, 8] over the lanes that share t, in each of them."""
+    return tl.sum(x.reshape(8, 4, 8), 0)[None, :, :].broadcast_to(8, 4, 8).reshape(32, 8)
+
+
+@triton.jit
+def operand_words(vectors, real, mean, factors):
+    """Vectors less the mean, times the factors (pieces, or None), as left operands, and their norms.
+
+    Vectors that are not real get the norm zero, with which they decode to zeros whatever their codes are.
+
+    Args:
+        vectors: four times the pieces of a token.
+        real: four [32], the tokens that were loaded.
+
+    Returns:
+        words: for each token r, piece and i; of vectors scaled so that coordinates are `UNIT` on average.
+        norms: four [32].
+        Whether any of the norms is not finite.
+    """
+    PIECES: tl.constexpr = len(vectors) // 4
+    words = []
+    norms = []
+    overflow = tl.zeros([32], tl.int32)
+    for r in tl.static_range(4):
+        squares = tl.zeros([32, 8], tl.float32)
+        pieces = []
+        for m in tl.static_range(PIECES):
+            x = vectors[r * PIECES + m].to(tl.float32)
+            if mean is not None:
+                x -= mean[m]
+            if factors is not None:
+                x *= factors[m]
+            squares += x * x
+            pieces = pieces + [x]
+        norm = tl.sqrt(sum_of_four(tl.sum(squares, 1)))
+        inverse = UNIT / tl.maximum(norm, 1e-30)
+        for m in tl.static_range(PIECES):
+            low, high = tl.split((pieces[m] * inverse[:, None]).reshape(32, 2, 4).permute(0, 2, 1))
+            words = words + split_last4(pack_halves(low, high))
+        overflow |= (~(norm <= LARGEST)).to(tl.int32)
+        norms = norms + [tl.where(real[r], norm, 0.0)]
+    return words, norms, tl.max(overflow, 0) != 0
+
+
+@triton.jit
+def rotate_tops(first, second, fragments, i: tl.constexpr):
+    """A chunk of the product with the top for dimensions i of two tokens: b = 0, 1 of the first, then of the second."""
+    PIECES: tl.constexpr = len(first) // 4
+    zero = tl.zeros([32], tl.int32)
+    nothing = tl.zeros([32], tl.float32)
+    total = [nothing, nothing, nothing, nothing]
+    for s in tl.static_range(len(fragments) // 2):
+        if 2 * s + 1 < PIECES:
+            a = [first[8 * s + i], second[8 * s + i], first[8 * s + 4 + i], second[8 * s + 4 + i]]
+        else:
+            a = [first[8 * s + i], second[8 * s + i], zero, zero]
+        total = multiply_fp16(a, fragments[2 * s : 2 * s + 2], total)
+    return total
+
+
+@triton.jit
+def rotate_chunk(first, second, fragments):
+    """A chunk of two rotated tokens from their words: [32, 4] each, a word for each i."""
+    z0 = rotate_tops(first, second, fragments, 0)
+    z1 = rotate_tops(first, second, fragments, 1)
+    z2 = rotate_tops(first, second, fragments, 2)
+    z3 = rotate_tops(first, second, fragments, 3)
+    y = []
+    for j in tl.static_range(4):
+        sum01 = z0[j] + z1[j]
+        sum23 = z2[j] + z3[j]
+        difference01 = z0[j] - z1[j]
+        difference23 = z2[j] - z3[j]
+        y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
+    first_token = pack_halves(join4(y[0], y[1], y[2], y[3]), join4(y[4], y[5], y[6], y[7]))
+    second_token = pack_halves(join4(y[8], y[9], y[10], y[11]), join4(y[12], y[13], y[14], y[15]))
+    return first_token, second_token
+
+
+@triton.jit
+def quantize(word, cells, HALF: tl.constexpr):
+    """The Lloyd-Max cells of words' coordinates: in the lowest bits of either half the magnitude's index, and its level.
+
+    Coordinates on a boundary go to the larger magnitude.
+    """
+    magnitude = word & 0x7FFF7FFF
+    index = tl.full(word.shape, COUNTER, tl.int32)
+    level = cells[HALF]
+    for m in tl.static_range(1, HALF):
+        above = saturated_multiply_add_halves(magnitude, TWICE, cells[m])  # 0 or 1
+        index = multiply_add_halves(above, ONES, index)
+        level = multiply_add_halves(above, cells[HALF + m], level)
+    return index, level
+
+
+@triton.jit
+def two_codes(word, index, BITS: tl.constexpr):
+    """The codes of two coordinates, one in the lowest bits of either half; of 4 bits, a magnitude and a sign."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    if BITS == 4:
+        return (index & 0x00070007) | ((word >> 12) & 0x00080008)
+    else:
+        below_zero = ((word >> 15) & 0x00010001) * (2 * HALF - 1)
+        return (index & ((HALF - 1) * 0x10001)) ^ (HALF * 0x10001) ^ below_zero
+
+
+@triton.jit
+def value_runs(words):
+    """The runs of a chunk from its words [32, 4] of four codes a half, one for each i: runs as a value's lane packs them.
+
+    A half has the codes of tokens r = 2h + a in nibbles 2a + h, for columns 2t and 2t + 1. Transposed, the lane of a
+    column has those of tokens 8r + 2t + b, with b the half.
+    """
+    own = split_last4(words)
+    columns = [transpose(own[0]), transpose(own[1]), transpose(own[2]), transpose(own[3])]
+    runs = []
+    for p in tl.static_range(2):
+        for h in tl.static_range(2):
+            x = (columns[2 * p] >> (4 * h)) & 0x0F0F0F0F
+            y = (columns[2 * p + 1] >> (4 * h)) & 0x0F0F0F0F
+            runs = runs + [permute_bytes(x | (x >> 12), y | (y >> 12), 0x5410)]
+    return runs
+
+
+@triton.jit
+def run_words(runs, BITS: tl.constexpr):
+    """The words (`layout.py`) of a chunk's four runs, each a word with a code in every nibble."""
+    if BITS == 4:
+        words = []
+        for r in tl.static_range(4):
+            low = permute_bytes(runs[r], runs[r], 0x1100)  # each byte has the sign that belongs to it, in bit 3 or 7
+            high = permute_bytes(runs[r], runs[r], 0x3322)
+            signs = ((low << 4) & 0x00800080) | (low & ~0x7FFF7FFF) | (high & 0x00080008) | ((high >> 4) & 0x08000800)
+            words = words + [(runs[r] & 0x77777777) | signs]
+        return words
+    elif BITS == 3:
+        last = runs[3]
+        return [runs[0] | ((last & 0x11111111) << 3), runs[1] | ((last & 0x22222222) << 2),
+                runs[2] | ((last & 0x44444444) << 1)]  # fmt: skip
+    else:
+        return [runs[0] | (runs[1] << 2), runs[2] | (runs[3] << 2)]
+
+
+@triton.jit
+def store_chunk_words(p_codes, c, words, CHUNKS: tl.constexpr):
+    """Stores each lane's words of chunk c (`layout.lane_word_offset`): as many as codes have bits."""
+    lane = tl.arange(0, 32)
+    if len(words) == 4:
+        p = p_codes + (128 * c + 4 * lane)
+        tl.store(p[:, None] + tl.arange(0, 4)[None, :], join4(words[0], words[1], words[2], words[3]))
+    elif len(words) == 3:
+        for i in tl.static_range(3):
+            tl.store(p_codes + lane_word_offset(lane, 3 * c + i, 3 * CHUNKS), words[i])
+    else:
+        in_quad = c < CHUNKS // 2 * 2
+        p = p_codes + (128 * (c // 2) + tl.where(in_quad, 4 * lane + 2 * (c % 2), 2 * lane))
+        tl.store(p[:, None] + tl.arange(0, 2)[None, :], tl.join(words[0], words[1]))
+
+
+@triton.jit
+def quantize_chunk(words, cells, sums, BITS: tl.constexpr):
+    """Codes of a token's words [32, 4] of a chunk, and `sums` with what they add.
+
+    Row g of the products is a token's coordinates by the levels of all eight tokens, row 8 + g its levels by theirs.
+    """
+    index, level = quantize(words, cells, 2 ** (BITS - 1))
+    x = split_last4(words & 0x7FFF7FFF)
+    y = split_last4(level)
+    sums = multiply_fp16([x[0], y[0], x[1], y[1]], [y[0], y[1]], sums)
+    sums = multiply_fp16([x[2], y[2], x[3], y[3]], [y[2], y[3]], sums)
+    return two_codes(words, index, BITS), sums
+
+
+@triton.jit
+def store_scale(sums, norm, p_scale, PADDED: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):
+    """Stores the scales (`layout.PageLayout.scale`) of tokens g; returns which saturate.
+
+    Lane 4g + t has the products of token g with tokens 2t and 2t + 1: one lane has that with itself.
+    """
+    lane = tl.arange(0, 32)
+    g = lane // 4
+    own = lane % 4 == g // 2
+    is_odd = g % 2 == 1
+    projection = tl.where(is_odd, sums[1], sums[0])
+    squares = tl.where(is_odd, sums[3], sums[2])
+    scale = norm / tl.sqrt(squares)
+    if FITTED:
+        unbiased = norm * (UNIT * PADDED**0.5) / tl.maximum(projection, 1e-30)
+        scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
+    saturated = own & ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+    tl.store(p_scale, tl.where(saturated, FP16_MAX, scale).to(tl.float16), mask=own)
+    return saturated.to(tl.int32)
+
+
+@triton.jit
+def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.constexpr, BITS: tl.constexpr,
+           FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+    """Rotates, quantizes and stores a group of vectors, as `operand_words` gives them.
+
+    Returns:
+        Whether any token's scale saturated fp16.
+    """
+    CHUNKS: tl.constexpr = PADDED // 32
+    WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
+    OWN: tl.constexpr = 4 * CHUNKS
+    cells = []
+    for i in tl.static_range(2**BITS):
+        cells = cells + [tl.load(p_cells + i)]
+    nibble = 4 * tl.arange(0, 4)[None, :]
+    nothing = tl.zeros([32], tl.float32)
+    sums = [nothing] * 16
+    for c in range(CHUNKS):
+        fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
+        x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments)
+        x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments)
+        codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS)
+        codes1, sums1 = quantize_chunk(x1, cells, sums[4:8], BITS)
+        codes2, sums2 = quantize_chunk(x2, cells, sums[8:12], BITS)
+        codes3, sums3 = quantize_chunk(x3, cells, sums[12:], BITS)
+        sums = sums0 + sums1 + sums2 + sums3
+        if KEYS:
+            runs = [tl.sum(codes0 << nibble, 1), tl.sum(codes1 << nibble, 1), tl.sum(codes2 << nibble, 1),
+                    tl.sum(codes3 << nibble, 1)]  # fmt: skip
+        else:
+            runs = value_runs(codes0 | (codes1 << 8) | (codes2 << 4) | (codes3 << 12))
+        store_chunk_words(p_codes, c, run_words(runs, BITS), CHUNKS)
+    saturated = tl.zeros([32], tl.int32)
+    for r in tl.static_range(4):
+        p_scale = p_metadata + metadata_offset(8 * r + tl.arange(0, 32) // 4, FIELD, FIELDS)
+        saturated |= store_scale(sums[4 * r : 4 * r + 4], norms[r], p_scale, PADDED, KEYS, FITTED)
+    return tl.max(saturated, 0)

@@ -1,0 +1,122 @@
+"""Products of eight columns and of rows that lie in memory as vectors do, by one warp and without shared memory.
+
+    columns [8, D] x rows [8, D]^T      16-bit numbers, sums in fp32
+
+In which order a product adds up does not matter, as long as both operands agree: lane 4g + t takes numbers t * D/4 to
+(t + 1) * D/4 of column g and of row g, so that it reads runs of memory. Everything is a list of blocks [32], a register
+each, as in `warp.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, round_to_pair
+
+
+@triton.jit
+def split_last8(x):
+    """[32, 8] to a list of eight [32]."""
+    even, odd = tl.split(x.reshape(32, 2, 2, 2))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    x0, x4 = tl.split(a)
+    x1, x5 = tl.split(b)
+    x2, x6 = tl.split(c)
+    x3, x7 = tl.split(d)
+    return [x0, x1, x2, x3, x4, x5, x6, x7]
+
+
+@triton.jit
+def load_run(p_rows, d, live, COUNT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Numbers d .. d + COUNT - 1 of a lane's row, as a list; zeros beyond DIM and where the row is not `live`.
+
+    Args:
+        p_rows, d, live: [32].
+        COUNT: a multiple of 4.
+    """
+    values = []
+    for first in tl.static_range(0, COUNT, 8):
+        if COUNT - first >= 8:
+            at = (d[:, None] + first) + tl.arange(0, 8)[None, :]
+        else:
+            at = (d[:, None] + first) + tl.arange(0, 4)[None, :]
+        mask = live[:, None].broadcast_to(at.shape)
+        if DIM < PADDED:
+            mask = mask & (at < DIM)
+        x = tl.load(p_rows[:, None] + at, mask=mask, other=0.0)
+        if COUNT - first >= 8:
+            values = values + split_last8(x)
+        else:
+            even, odd = tl.split(x.reshape(32, 2, 2))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
+            values = values + [x0, x1, x2, x3]
+    return values
+
+
+@triton.jit
+def store_run(p_rows, values, mask, DTYPE: tl.constexpr):
+    """Store a lane's list of numbers, a multiple of 4, from its pointer on."""
+    p = p_rows[:, None] + tl.arange(0, 4)[None, :]
+    for i in tl.static_range(0, len(values), 4):
+        x = tl.join(tl.join(values[i], values[i + 2]), tl.join(values[i + 1], values[i + 3])).reshape(32, 4)
+        tl.store(p + i, x.to(DTYPE), mask=mask[:, None])
+
+
+@triton.jit
+def add_lanes_of_four(x):
+    """The sum over the four lanes of a g."""
+    x += lane_xor(x, 1)
+    return x + lane_xor(x, 2)
+
+
+@triton.jit
+def sum_of_squares(values):
+    """Of what the four lanes of a g hold."""
+    total = values[0] * values[0]
+    for i in tl.static_range(1, len(values)):
+        total = tl.fma(values[i], values[i], total)
+    return add_lanes_of_four(total)
+
+
+@triton.jit
+def round_to_pairs(values, DTYPE: tl.constexpr):
+    """A list of fp32 as words of two fp16 or bf16."""
+    words = []
+    for i in tl.static_range(0, len(values), 2):
+        words = words + [round_to_pair(values[i], values[i + 1], DTYPE)]
+    return words
+
+
+@triton.jit
+def rest_of_fp16(values):
+    """What rounding to fp16 loses."""
+    return [x - x.to(tl.float16).to(tl.float32) for x in values]
+
+
+@triton.jit
+def multiply_halves(a, b, c, DTYPE: tl.constexpr):
+    """`multiply_fp16` or `multiply_bf16`."""
+    if DTYPE == tl.bfloat16:
+        return multiply_bf16(a, b, c)
+    else:
+        return multiply_fp16(a, b, c)
+
+
+@triton.jit
+def row_products(columns, rows, sums, DTYPE: tl.constexpr):
+    """sums + columns times rows.
+
+    Args:
+        columns: words of the lane's numbers of column g.
+        rows: the lane's numbers of row g, 16 bits each.
+        sums: four fp32, the first two of which are those of column g with rows 2t and 2t + 1. (The others would be those of
+            eight more columns.)
+    """
+    for i in tl.static_range(0, len(rows), 4):
+        a = [columns[i // 2], columns[i // 2], columns[i // 2 + 1], columns[i // 2 + 1]]
+        b = [join_halves(rows[i], rows[i + 1]), join_halves(rows[i + 2], rows[i + 3])]
+        sums = multiply_halves(a, b, sums, DTYPE)
+    return sums
