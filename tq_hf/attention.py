@@ -154,11 +154,12 @@ def _packed(
     step, layer = key.step, key.step.layer
     complete = mask is not None and mask.dtype == torch.bool
     layer.require_mask(key, query, mask)
-    if sliding_window is not None and sliding_window < key.shape[2]:
+    if sliding_window is not None and sliding_window < key.shape[2] and sliding_window != layer.sliding_window:
         layer.drop(step)
+        listed = "full attention" if layer.sliding_window is None else f"sliding attention over {layer.sliding_window} tokens"
         raise ValueError(
-            f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
-            " window. Use attn_implementation='sdpa' with DynamicCache for this model."
+            f"sliding_window={sliding_window} on a layer that the config lists as {listed}: that is what its pages are kept"
+            " for. Use attn_implementation='sdpa' with DynamicCache for this model."
         )
     keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from .config import DEFAULT_PRESET, TurboQuantConfig
+from .config import DEFAULT_PRESET, MODEL_DTYPES, TurboQuantConfig
 from .layer import LayerReport, TurboQuantLayer
 from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
 from .pages import BlockTable
+from .sliding import SlidingLayer, SlidingTable, packs_window
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CacheReport:
     Attributes:
         preset: name of the preset.
         layers: one `LayerReport` a layer.
-        table_bytes: bytes of the block table that the layers share.
+        table_bytes: bytes of the block tables that the layers share.
     """
 
     preset: str
@@ -76,8 +77,10 @@ class TurboQuantCache(Cache):
         cache = TurboQuantCache(model.config, preset="tq4")
         model.generate(**inputs, past_key_values=cache)
 
-    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, ...) keeps
-    transformers' own class, and boundary layers of presets that ask for them keep the model's dtype in the same pages.
+    Layers with full attention are packed, and without `max_cache_len` so are those with a sliding window, where that is
+    smaller (`sliding.packs_window`). A layer of another kind (linear attention, ...) keeps transformers' own class.
+    Boundary layers of presets that ask for them keep the model's dtype in the same pages, or transformers' own class if
+    they have a window.
 
     Args:
         config: the model's config.
@@ -109,9 +112,16 @@ class TurboQuantCache(Cache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         text = config.get_text_config(decoder=True)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
-        packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
-        for layer_config in _layer_configs(text, packable):
+        full = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
+        for layer_config in _layer_configs(text, full):
             _validate_model(layer_config, self.quantization)
+        windows = {
+            i: layer.sliding_window
+            for i, layer in enumerate(stock.layers)
+            if type(layer) is DynamicSlidingWindowLayer
+            and _packs_window(_layer_configs(text, [i])[0], layer.sliding_window, self.quantization)
+        }
+        packable = sorted([*full, *windows])
         if not packable:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in stock.layers}))
             raise ValueError(
@@ -121,10 +131,15 @@ class TurboQuantCache(Cache):
         exact = boundary_layers(text, packable, self.quantization.boundary_layers)
         settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
+        shares_keys = bool(getattr(text, "num_kv_shared_layers", None))
+        windows = {i: window for i, window in windows.items() if i not in exact}
+        self.sliding_tables = {window: SlidingTable(self.table, window, shares_keys) for window in windows.values()}
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
-        for i in packable:
+        for i in full:
             layer_config = unquantized if i in exact else settings
-            stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
+            stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == full[0])
+        for i, window in windows.items():
+            stock.layers[i] = SlidingLayer(settings, self.sliding_tables[window], self.preset)
         super().__init__(layers=stock.layers)
 
     @property
@@ -137,9 +152,14 @@ class TurboQuantCache(Cache):
         """The layers that keep transformers' own classes."""
         return [layer for layer in self.layers if not isinstance(layer, TurboQuantLayer)]
 
-    def _settled_layers(self) -> list[TurboQuantLayer]:
-        """The packed layers that hold something, with nothing left to commit."""
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+    @property
+    def tables(self) -> list[BlockTable]:
+        """The block tables: of the layers with full attention, and one for each window."""
+        return [self.table, *self.sliding_tables.values()]
+
+    def _settled_layers(self, table: BlockTable) -> list[TurboQuantLayer]:
+        """The layers of this table that hold something, with nothing left to commit."""
+        layers = [layer for layer in self.packed_layers if layer.table is table and layer.is_initialized]
         for layer in layers:
             layer.flush()
         return layers
@@ -147,10 +167,11 @@ class TurboQuantCache(Cache):
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens. The batch size may change afterwards, except in the static mode."""
-        if self.table.is_static:
-            self.table.restart()
-        else:
-            self.table.clear()
+        for table in self.tables:
+            if table.is_static:
+                table.restart()
+            else:
+                table.clear()
         for layer in self.packed_layers:
             layer.forget()
         for layer in self._stock_layers:
@@ -160,26 +181,33 @@ class TurboQuantCache(Cache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing.
+            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window.
 
         Raises:
             ValueError: a positive number.
+            RuntimeError: a sliding layer has forgotten what it would need; nothing has changed.
         """
         tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
-        if tokens_to_remove < 0 and (layers := self._settled_layers()):
-            before, packed_end, had_used = layers[0].counters.tolist()
-            used = had_used
-            length = max(0, before + tokens_to_remove)
-            if length < packed_end:
-                packed_end, used = self.table.crop(length, used)
-            self.table.trim(length)
-            no_page_left = used == 0 and (had_used > 0 or length == 0)
-            for layer in layers:
-                layer.cut(length, packed_end, used, no_page_left)
+        for sliding in self.sliding_tables.values():
+            sliding.require_croppable(-tokens_to_remove)
+        for table in self.tables:
+            if tokens_to_remove < 0 and (layers := self._settled_layers(table)):
+                before, packed_end, had_used = layers[0].counters.tolist()
+                used = had_used
+                length = max(0, before + tokens_to_remove)
+                if length < packed_end:
+                    packed_end, used = table.crop(length, used)
+                table.trim(length)
+                no_page_left = used == 0 and (had_used > 0 or length == 0)
+                for layer in layers:
+                    layer.cut(length, packed_end, used, no_page_left)
+        for sliding in self.sliding_tables.values():
+            sliding.finish_crop()
         for layer in self._stock_layers:
             layer.crop(tokens_to_remove)
 
@@ -193,8 +221,8 @@ class TurboQuantCache(Cache):
         """Repeat every row `repeats` times; the copies share the packed pages."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
-        if self.table.batch_size is not None:
-            self._select_rows(torch.arange(self.table.batch_size).repeat_interleave(repeats))
+        if (rows := self._rows) is not None:
+            self._select_rows(torch.arange(rows).repeat_interleave(repeats))
         for layer in self._stock_layers:
             layer.batch_repeat_interleave(repeats)
 
@@ -204,25 +232,31 @@ class TurboQuantCache(Cache):
         for layer in self._stock_layers:
             layer.batch_select_indices(indices)
 
+    @property
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first token."""
+        return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
+
     def _select_rows(self, indices: Tensor) -> None:
-        if self.table.batch_size is None:
+        rows = self._rows
+        if rows is None:
             return
         if self.table.is_static:
             raise NotImplementedError(
                 "rows of a static TurboQuantCache cannot be reordered, repeated or selected: use a cache without"
                 " max_cache_len for beam search and several return sequences."
             )
-        rows = self.table.batch_size
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool and len(indices) == rows:
             indices = indices.nonzero().flatten()
         chosen = [i + rows if i < 0 else i for i in indices.tolist()]
         if indices.dtype == torch.bool or not chosen or not all(0 <= i < rows for i in chosen):
             raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
-        layers = self._settled_layers()
-        self.table.select_rows(chosen)
-        for layer in layers:
-            layer.select_rows(torch.tensor(chosen))
+        for table in self.tables:
+            if layers := self._settled_layers(table):
+                table.select_rows(chosen)
+                for layer in layers:
+                    layer.select_rows(torch.tensor(chosen))
 
     # -- reports -------------------------------------------------------------------------------------------------------
     @property
@@ -235,7 +269,8 @@ class TurboQuantCache(Cache):
         layers = []
         for i, layer in enumerate(self.layers):
             layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
-        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
+        table_bytes = sum(t.nbytes for table in self.tables for t in table.tensors())
+        return CacheReport(self.preset, tuple(layers), table_bytes)
 
     def check(self) -> None:
         """Raise if something could not be stored as given.
@@ -266,7 +301,7 @@ class TurboQuantCache(Cache):
 
     def __repr__(self) -> str:
         mode = "dynamic" if self.table.max_cache_len is None else f"max_cache_len={self.table.max_cache_len}"
-        if self.table.batch_size is None:
+        if self._rows is None:
             return f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers, empty)"
         report = self.report()
         return (
@@ -278,7 +313,18 @@ class TurboQuantCache(Cache):
 def _layer_configs(config: PretrainedConfig, layers: list[int]) -> list[Any]:
     """The configs of these layers, where a model's layers differ; else the one config."""
     per_layer = getattr(config, "per_layer_config", None)
-    return [per_layer[i] for i in layers] if per_layer else [config]
+    return [per_layer[i] for i in layers] if per_layer else [config] if layers else []
+
+
+def _packs_window(config: Any, window: int, quantization: TurboQuantConfig) -> bool:
+    """Whether to pack a layer with this config and window; one that no page layout fits keeps transformers' class."""
+    dim, dtype = _head_dim(config), getattr(config, "dtype", None)
+    if dim is None:
+        return False
+    try:
+        return packs_window(quantization, window, dim, dim, dtype if dtype in MODEL_DTYPES else torch.bfloat16)
+    except ValueError:
+        return False
 
 
 def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
@@ -288,10 +334,14 @@ def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
             f"this model caches latents (multi-head latent attention, kv_lora_rank={config.kv_lora_rank}), which have no"
             " packed layout: use transformers' DynamicCache."
         )
+    if (dim := _head_dim(config)) is not None:
+        quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
+
+
+def _head_dim(config: Any) -> int | None:
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     dim = getattr(config, "head_dim", None) or (hidden // heads if isinstance(heads, int) and hidden else None)
-    if isinstance(dim, int):
-        quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
+    return dim if isinstance(dim, int) else None
 
 
 def stock_report(index: int, layer: Any) -> LayerReport:
