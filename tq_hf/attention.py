@@ -156,10 +156,11 @@ def _packed(
     layer.require_mask(key, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2] and sliding_window != layer.sliding_window:
         layer.drop(step)
-        listed = "full attention" if layer.sliding_window is None else f"sliding attention over {layer.sliding_window} tokens"
+        window = layer.sliding_window
+        listed = "full attention" if window is None else f"sliding attention over {window} tokens"
         raise ValueError(
-            f"sliding_window={sliding_window} on a layer that the config lists as {listed}: that is what its pages are kept"
-            " for. Use attn_implementation='sdpa' with DynamicCache for this model."
+            f"sliding_window={sliding_window} on a layer that the config lists as {listed}, for which its pages are kept."
+            " Use attn_implementation='sdpa' with DynamicCache for this model."
         )
     keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete

@@ -21,8 +21,6 @@ one. A long prompt isn't packed to be thrown away: pages that nobody will read g
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -48,9 +46,7 @@ def packs_window(config: TurboQuantConfig, window: int, key_dim: int, value_dim:
     return is_raw or packed < (window - 1) * (key_dim + value_dim) * dtype.itemsize
 
 
-def window_bytes(
-    config: TurboQuantConfig, window: int, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> int | None:
+def window_bytes(config: TurboQuantConfig, window: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> int | None:
     """Bytes a row and KV head that a packed sliding layer takes while decoding; transformers' own takes `window - 1` tokens.
 
     None for a window so short that tokens leave it before they are packed.
@@ -278,9 +274,9 @@ class SlidingLayer(TurboQuantLayer):
     ) -> Tensor:
         self._require_readable(step)
         hidden = self._hidden(step)
-        if hidden > 0 and mask is None:
-            mask = torch.ones(1, 1, 1, self.visible_length(step), dtype=torch.uint8, device=query.device)
         if hidden > 0:
+            if mask is None:
+                mask = torch.ones(1, 1, 1, self.visible_length(step), dtype=torch.uint8, device=query.device)
             mask = pad(mask, (hidden, 0))
         return super().attend(step, query, mask, aux_sinks, scaling, softcap, causal)
 
