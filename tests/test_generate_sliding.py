@@ -16,7 +16,7 @@ from tq_hf import TurboQuantCache
 from tq_hf.sliding import SlidingLayer, SlidingTable
 
 WINDOW = 64
-SMALL = {"page_size": 32, "recent_window": 16}
+SMALL = {"page_size": 32, "recent_window": 8}
 # What differs from a family of `tiny_models`.
 SLIDING: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("llama", {"config": "MistralConfig", "sliding_window": WINDOW}),
@@ -65,7 +65,7 @@ def sliding_table(cache: TurboQuantCache) -> SlidingTable:
     return table
 
 
-def assert_pages_have_left(cache: TurboQuantCache, tokens: int = 200) -> None:
+def assert_pages_have_left(cache: TurboQuantCache, tokens: int = 136) -> None:
     """The sliding layers have pages, of a part of the history only."""
     table = sliding_table(cache)
     assert cache.get_seq_length() >= tokens
@@ -74,15 +74,15 @@ def assert_pages_have_left(cache: TurboQuantCache, tokens: int = 200) -> None:
         report = layer.report(0)
         assert report.packed_tokens > 0
         if isinstance(layer, SlidingLayer):
-            assert layer.get_seq_length() - table.origin < WINDOW + 3 * 48
-            assert report.exact_tokens < 48 * cache.batch_size
+            assert layer.get_seq_length() - table.origin < WINDOW + 3 * 40
+            assert report.exact_tokens < 40 * cache.batch_size
 
 
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_a_padded_batch_gives_the_reference_tokens(family: str, attention: str) -> None:
     model = sliding_model(family, attention)
-    ids, mask = left_padded(2, 150, [0, 60])
-    scored = {"output_logits": True, "return_dict_in_generate": True, "new": 60}
+    ids, mask = left_padded(2, 120, [0, 40])
+    scored = {"output_logits": True, "return_dict_in_generate": True, "new": 20}
     expected = reference(model, ids, mask, **scored)
     cache = raw_cache(model)
     result = generate(model, ids, cache, mask, **scored)
@@ -96,22 +96,22 @@ def test_a_padded_batch_gives_the_reference_tokens(family: str, attention: str) 
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_a_padded_row_equals_the_row_alone(attention: str, sinks: int) -> None:
     model = sliding_model("mistral", attention)
-    ids, mask = left_padded(2, 150, [70, 0])
+    ids, mask = left_padded(2, 120, [30, 0])
     cache = raw_cache(model, sink_tokens=sinks)
-    both = generate(model, ids, cache, mask, new=60)
-    alone = generate(model, ids[:1, 70:], raw_cache(model, sink_tokens=sinks), new=60)
-    assert torch.equal(both[0, 150:], alone[0, 80:])
+    both = generate(model, ids, cache, mask, new=20)
+    alone = generate(model, ids[:1, 30:], raw_cache(model, sink_tokens=sinks), new=20)
+    assert torch.equal(both[0, 120:], alone[0, 90:])
     assert_pages_have_left(cache)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gemma3n"])
-@pytest.mark.parametrize(("chunk", "pads"), [(37, [0, 0]), (100, [0, 0]), (70, [0, 150])])
+@pytest.mark.parametrize(("chunk", "pads"), [(37, [0, 0]), (100, [0, 0]), (70, [0, 80])])
 def test_chunked_prefill(family: str, chunk: int, pads: list[int]) -> None:
     model = sliding_model(family)
-    ids, mask = left_padded(2, 230, pads)
-    expected = reference(model, ids, mask)
+    ids, mask = left_padded(2, 150, pads)
+    expected = reference(model, ids, mask, new=8)
     cache = raw_cache(model)
-    assert torch.equal(generate(model, ids, cache, mask, prefill_chunk_size=chunk), expected)
+    assert torch.equal(generate(model, ids, cache, mask, new=8, prefill_chunk_size=chunk), expected)
     assert_pages_have_left(cache)
 
 
@@ -122,10 +122,10 @@ def test_chunked_prefill(family: str, chunk: int, pads: list[int]) -> None:
 def test_decoding_modes(family: str, options: dict[str, int]) -> None:
     model = sliding_model(family)
     lookup = "prompt_lookup_num_tokens" in options
-    ids = prompt(1, 40).repeat(1, 4) if lookup else prompt(2, 160)
-    expected = reference(model, ids, new=50, **options)
+    ids = prompt(1, 40).repeat(1, 3) if lookup else prompt(2, 120)
+    expected = reference(model, ids, new=20, **options)
     cache = raw_cache(model)
-    assert torch.equal(generate(model, ids, cache, new=50, **options), expected)
+    assert torch.equal(generate(model, ids, cache, new=20, **options), expected)
     assert_pages_have_left(cache)
 
 
@@ -134,26 +134,26 @@ def test_assisted_decoding(attention: str) -> None:
     model, assistant = sliding_model("mistral", attention), sliding_model("mistral", "sdpa")
     with torch.no_grad():  # an assistant that is often right and often wrong
         assistant.lm_head.weight += 0.02 * torch.randn(99, 64, generator=torch.Generator().manual_seed(2))
-    ids = prompt(1, 160)
-    expected = reference(model, ids, new=50)
+    ids = prompt(1, 120)
+    expected = reference(model, ids, new=20)
     cache = raw_cache(model)
-    assert torch.equal(generate(model, ids, cache, new=50, assistant_model=assistant), expected)
+    assert torch.equal(generate(model, ids, cache, new=20, assistant_model=assistant), expected)
     assert_pages_have_left(cache)
 
 
 @pytest.mark.parametrize("pads", [[0, 0], [0, 25]])
 def test_two_turns_on_one_cache(pads: list[int]) -> None:
     model = sliding_model("gemma3", "sdpa")
-    ids, mask = left_padded(2, 120, pads)
+    ids, mask = left_padded(2, 80, pads)
     results = []
     ours = raw_cache(model)
     for cache, name in ((DynamicCache(config=model.config), "sdpa"), (ours, "turboquant")):
         model.set_attn_implementation(name)
-        first = generate(model, ids, cache, mask)
-        more, hole = left_padded(2, 80, pads[::-1])  # padding in the middle of the history
+        first = generate(model, ids, cache, mask, new=6)
+        more, hole = left_padded(2, 60, pads[::-1])  # padding in the middle of the history
         turn = torch.cat([first, more], 1)
-        seen = torch.cat([mask, torch.ones(2, 24, dtype=torch.long), hole], 1)
-        results.append(generate(model, turn, cache, seen))
+        seen = torch.cat([mask, torch.ones(2, 6, dtype=torch.long), hole], 1)
+        results.append(generate(model, turn, cache, seen, new=6))
     assert torch.equal(*results)
     assert_pages_have_left(ours)
 
@@ -196,7 +196,7 @@ def test_attention_reads_what_dequantizing_gives(preset: str, family: str) -> No
     assert any(isinstance(layer, SlidingLayer) for layer in cache.layers)
     ids = prompt(2, 241)
     exact = logits_after(model, DynamicCache(config=model.config), ids, [241])[:, -1]
-    logits_after(model, cache, ids[:, :-1], [100, 60, *[1] * 80])
+    logits_after(model, cache, ids[:, :-1], [100, 100, *[1] * 40])
     dense = copy.deepcopy(cache)
     packed = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
     model.set_attn_implementation("eager")
