@@ -64,9 +64,9 @@ def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Prog
 def _quality(scores: TextScores, length: int) -> Result:
     """Perplexities and distances over the positions that read packed pages.
 
-    `kl_second_half` is that of each text's second half: the same positions in all settings, however many tokens they keep
-    exact. `kl_stderr` and `ppl_delta_stderr` (percent, like the change itself, to first order) are standard errors over
-    texts, whose positions are not independent; None for a single text.
+    `kl_by_text` is the mean of each text. `kl_second_half` is that of each text's second half: the same positions in all
+    settings, however many tokens they keep exact. `kl_stderr` and `ppl_delta_stderr` (percent, like the change itself, to
+    first order) are standard errors over texts, whose positions are not independent; None for a single text.
     """
     kl = scores.kl.double()
     nll_exact, nll_packed = (nll[:, :-1].double().mean(1) for nll in (scores.nll_exact, scores.nll_packed))
@@ -79,6 +79,7 @@ def _quality(scores: TextScores, length: int) -> Result:
         "ppl_delta_stderr": None if delta_error is None else 100 * math.exp(packed - exact) * delta_error,
         "kl": kl.mean().item(),
         "kl_stderr": _standard_error(kl.mean(1)),
+        "kl_by_text": kl.mean(1).tolist(),
         "kl_second_half": kl[:, -(length // 2) :].mean().item(),
         "kl_p99": kl.flatten().kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values.item(),
         "top1": scores.same.double().mean().item(),

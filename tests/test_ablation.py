@@ -134,6 +134,8 @@ def test_the_second_half_is_the_same_positions_in_all_settings(sharp_model: Any)
         late = scores.kl[:, 200 - first_page_tokens(setting.config) :]
         assert result["kl_second_half"] == pytest.approx(late.mean().item(), rel=1e-5)
         assert result["kl_second_half"] != pytest.approx(result["kl"], rel=1e-5)
+        assert len(result["kl_by_text"]) == len(ids)
+        assert sum(result["kl_by_text"]) / len(ids) == pytest.approx(result["kl"])
 
 
 def test_exact_layers_count_in_the_mean_of_bytes() -> None:

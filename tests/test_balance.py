@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -117,6 +118,25 @@ def test_rows_take_their_factors_along() -> None:
         ours = model(token.expand(2, 1), past_key_values=cache).logits
         theirs = model(token, past_key_values=alone).logits
     torch.testing.assert_close(ours, theirs.expand_as(ours), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [30, 60])  # before the first page and after it
+@pytest.mark.parametrize("max_cache_len", [None, 128])
+def test_a_saved_cache_goes_on_as_if_it_had_not_been(tokens: int, max_cache_len: int | None) -> None:
+    model = uneven_model()
+    ids, mask = prompt(2, 100), torch.ones(2, 100, dtype=torch.long)
+    mask[1, :9] = 0
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=max_cache_len, **SMALL)
+    feed(model, ids, cache, (tokens,), mask)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        rest = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)[:, tokens:]}
+        ours, theirs = (model(ids[:, tokens:], past_key_values=c, **rest).logits for c in (loaded, cache))
+    assert torch.equal(ours, theirs)
+    assert all(a.all() and torch.equal(a, b) for a, b in zip(balances(loaded), balances(cache), strict=True))
 
 
 def test_rows_reordered_before_their_first_page_take_their_statistics_along() -> None:

@@ -19,13 +19,28 @@ from tq_hf.config import TurboQuantConfig
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-TYPES = {torch.int16: "i16", torch.int32: "i32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPES = {
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
 # Of an H200 and, with fewer and smaller multiprocessors, most others: what decides how work is split.
 PROCESSORS = {80: 108, 90: 132}
+SHARED_MEMORY = {80: 100 << 10, 90: 228 << 10}
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, columns: int, batch: int, entries: int
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: int,
+    preset: str,
+    dim: int,
+    columns: int,
+    batch: int,
+    entries: int,
+    queries: int = 1,
 ) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]]:
     """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
     attend_module = importlib.import_module("tq_hf.kernels.attend")
@@ -36,7 +51,9 @@ def launches(
         found[kernel.fn.__name__] = kernel, options, arguments, constants
 
     properties = SimpleNamespace(
-        major=architecture // 10, multi_processor_count=PROCESSORS[architecture], shared_memory_per_multiprocessor=1 << 17
+        major=architecture // 10,
+        multi_processor_count=PROCESSORS[architecture],
+        shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
     monkeypatch.setattr(attend_module, "launch", record)
     monkeypatch.setattr(attend_module, "_properties", lambda device: properties)
@@ -50,21 +67,18 @@ def launches(
         return torch.empty(shape, dtype=torch.int32)
 
     heads, slots, sinks = 2, config.recent_window + config.page_size, config.sink_tokens
-    new = vectors(batch, heads, 1)
+    new = vectors(batch, heads, queries)
     rings = [vectors(batch, heads, slots) for _ in range(2)] + [vectors(batch, heads, sinks) for _ in range(2)]
     table = [numbers(batch, entries), numbers(entries, 2), numbers(batch), numbers(3)]
     balance = torch.empty(batch, heads, dim) if config.balance_keys else None
     attend_module.attend(
-        vectors(batch, heads * columns, 1), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance, None,
-        None, layout.name, dim**-0.5, 0.0, True, entries,
+        vectors(batch, heads * columns, queries), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance,
+        None, None, layout.name, dim**-0.5, 0.0, True, entries,
     )  # fmt: skip
     return found
 
 
-def resources(
-    launch: tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]], architecture: int, folder: Path
-) -> tuple[int, int]:
-    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
+def compile_launch(launch: tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]], architecture: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -85,7 +99,14 @@ def resources(
             if name.startswith("stride_") and value % 16 == 0:
                 aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def resources(
+    launch: tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]], architecture: int, folder: Path
+) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
+    compiled = compile_launch(launch, architecture)
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -146,8 +167,10 @@ def test_the_widest_decode_spills_little(
 @pytest.mark.parametrize(
     ("preset", "dim", "columns", "kernel"),
     [
-        ("tq4", 128, 17, "attend_packed"),
+        ("tq4", 128, 17, "extend"),
+        ("raw", 128, 17, "attend_packed"),
         ("tq4", 256, 9, "attend_packed"),
+        ("tq4", 256, 17, "extend"),
         ("raw", 64, 1, "attend_packed"),
         ("tq4", 128, 16, "decode"),
     ],
@@ -156,4 +179,31 @@ def test_which_kernel_takes_what(
     monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, kernel: str
 ) -> None:
     found = launches(monkeypatch, 90, preset, dim, columns, 1, 10)
-    assert ("decode" in found, "attend_packed" in found) == (kernel == "decode", kernel == "attend_packed")
+    assert [name for name in ("decode", "extend", "attend_packed") if name in found] == [kernel]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "preset", "dim", "queries", "tile"),
+    [
+        (80, "tq4", 128, 512, (64, 2)),
+        (80, "tq2", 256, 512, (64, 1)),  # 100 KiB of shared memory
+        (90, "tq4", 128, 16, (64, 2)),
+        (90, "tq4", 128, 512, (128, 2)),
+        (90, "k8v4", 64, 512, (128, 2)),
+        (90, "tq3", 256, 512, (64, 2)),
+    ],
+)
+def test_extend_fits_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, queries: int, tile: tuple[int, int],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    found = launches(monkeypatch, architecture, preset, dim, 4, 1, 2000, queries)
+    assert (found["extend"][3]["COLUMNS"], found["extend"][3]["TILE"]) == tile
+    assert list(found)[-1] == "combine"
+    for name in {"rotate_means", "extend"} & found.keys():
+        compiled = compile_launch(found[name], architecture)
+        assert compiled.metadata.shared <= SHARED_MEMORY[architecture] - 1024, name
+        most = 320 if name == "extend" and dim > 128 else 96
+        assert resources(found[name], architecture, tmp_path)[1] <= most, name
+        if name == "extend":
+            assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import tq_hf
 from eval.results import read_all
 from eval.summary import tables
-from tq_hf import PRESETS
+from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.config import DEFAULT_PRESET
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,24 @@ def test_the_preset_table_is_the_layouts() -> None:
         window = f"newest {config.recent_window}{sinks}"
         boundary = f"first and last {config.boundary_layers} layers"
         assert exact == (boundary if config.boundary_layers else window)
+
+
+def test_the_ratios_of_a_whole_cache_are_those_of_its_report() -> None:
+    """SmolLM2-135M's shape, with one token to come of the 1,960."""
+    config = LlamaConfig(num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    text = " ".join(README.split())
+    for preset, said in (
+        ("tq4", "default preset takes (.{4}) times less"),
+        ("4bit_nc", "`4bit_nc` gives (.{4}) in all"),
+        ("tq4", "where `tq4` gives (.{4})"),
+        ("tq2", "and `tq2` (.{4})[.]"),
+    ):
+        cache = TurboQuantCache(config, preset)
+        states = torch.zeros(1, 3, 1959, 64, dtype=torch.bfloat16)
+        for layer in range(30):
+            cache.update(states, states, layer)
+        (ratio,) = re.findall(said, text)
+        assert ratio == f"{cache.report().ratio:.2f}", said
 
 
 def test_the_commands_exist_and_are_executable() -> None:

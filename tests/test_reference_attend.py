@@ -140,6 +140,32 @@ def test_raw_is_exact_and_the_others_are_near(preset: str) -> None:
         assert 1e-5 < error < bounds.get(preset, 0.1)
 
 
+@pytest.mark.parametrize("what", ["zero", "long", "constant channels", "alike"])
+@pytest.mark.parametrize("preset", ["tq4", "tq3", "tq3v2", "tq2"])
+def test_odd_keys_cost_little_more_than_random_ones(preset: str, what: str) -> None:
+    config = PRESETS[preset]
+    count = config.sink_tokens + 4 * config.page_size + config.recent_window
+    errors = []
+    for odd in (True, False):
+        state = PackedState(config, dim=80, capacity=count)
+        key, value = state.tokens(count)
+        query = query_for(state, 2, 1)
+        if odd and what == "zero":
+            key[:, :, ::3] = 0
+        elif odd and what == "long":  # norms of 1e4
+            key, query = key * (1e4 / 80**0.5), query * (80**0.5 / 1e4)
+        elif odd and what == "constant channels":
+            key[..., ::2] = 0.3
+        elif odd:
+            key = key[:, :, :1].expand_as(key).contiguous()
+        state.commit(key, value)
+        exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+        got = state.attend(query, key[:, :, :0], value[:, :, :0])
+        errors.append(((got - exact).square().sum() / exact.square().sum()).item())
+        assert not state.flags.any()
+    assert 0 < errors[0] < 2 * errors[1]  # flatter attention averages values to less, of which their error is more
+
+
 class TestCausal:
     def test_not_causal_sees_all_new_tokens(self) -> None:
         state, _, _ = filled("tq4", 150)

@@ -21,7 +21,7 @@ stays. So each channel's statistics are mixed with its partner's. Equal shares w
 to matter; with a quarter, the expected error at positions from 7,000 on is 0.76 of that without balance on SmolLM2-135M,
 where unmixed factors make it 1.24 of it, and at the first thousand positions as much as theirs. On Qwen2.5-Coder-0.5B, whose
 pairs turn slowly, it grows by 4 % there and falls by 3 % at 7,000. The packed cache of SmolLM2 with `tq2` has half the KL
-at 8,192 tokens of WikiText-2 (0.046 for 0.093) and a little more at 2,048 (0.044 for 0.039). Where channels have other
+at 8,192 tokens of WikiText-2 (0.046 for 0.091) and a little more at 2,048 (0.036 for 0.033). Where channels have other
 partners, or none, all factors are a little nearer to each other than they should be.
 """
 

@@ -16,6 +16,7 @@ from .combine import combine
 from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
+from .extend import MEANS, extend, rotate_means
 from .launch import cdiv, launch, power_of_two
 from .packed import attend_packed
 from .plan import plan
@@ -33,6 +34,10 @@ PLAN_NUMBERS = 1 << 13  # of the mean keys that a program scores
 # and dimensions up to 192, at most 215 for 256 (the wide ones), up to 245 for 16 columns.
 PROGRAMS_PER_SM = {8: 12, 16: 8}
 PROGRAMS_PER_SM_WIDE = 9
+EXTEND_COLUMNS = 17  # from so many on, the extend kernel is faster than the packed one
+EXTEND_MEMORY = 200 << 10  # bytes of shared memory of a multiprocessor from which on its large tiles fit
+EXTEND_STAGES = 3  # tiles on their way, the present one included
+MIN_TILES = 3  # tiles that a split of it should have
 BUFFER_BYTES = 1 << 14  # groups larger than this are buffered once, not twice
 MIN_GROUPS = 3  # groups a split should have, to be worth its partial result
 WORKSPACE = 1 << 26  # bytes that partial results may take, before a chunk of queries goes in pieces
@@ -147,12 +152,19 @@ def _attend(
 
     per_query = mask is not None and mask.shape[2] > 1
     fast = packed and decodes(page, columns, scaling, per_query or causal_pages)
+    wide = packed and not fast and extends(page, columns, scaling)
     block = _columns(columns, page)
     tile, registers, slots, even_splits = 1, 0, 0, 0
     if fast:
         tile, registers, slots = _decode_tile(batch, heads, columns, page, max_entries, device)
+    elif wide:
+        block, wide_tile, wide_warps, wide_registers = _extend_tile(columns, page, device)
+        wave = REGISTERS // (32 * wide_warps * wide_registers) * _properties(device).multi_processor_count
+        tiles = cdiv(max_entries * page.groups, wide_tile)
+        even_splits = max(1, min(wave // (rows * cdiv(columns, block)), tiles // MIN_TILES))
     elif packed:
         even_splits = _packed_splits(rows, columns, page, max_entries, device)
+    if not fast:
         slots = batch * even_splits
     exact_block, tokens, warps = _exact_tile(columns, page, query.dtype)
     blocks = cdiv(sinks, tokens) + cdiv(slots_of_ring, tokens) + cdiv(new, tokens)
@@ -174,6 +186,8 @@ def _attend(
             p_kept = torch.empty(batch * max_entries * page.groups, dtype=torch.int32, device=device)
         if page.center_keys and fast:
             p_means = torch.empty(rows * max_entries * columns, dtype=torch.float32, device=device)
+        elif page.center_keys and wide:
+            p_means = torch.empty(rows * max_entries * page.key_dim_padded, dtype=torch.float16, device=device)
         elif page.center_keys:
             p_plain = torch.empty(shape, dtype=torch.float16, device=device)
 
@@ -217,6 +231,22 @@ def _attend(
             L=page_spec(page), NX=lane_columns(columns), TILE=tile, **sharing, ROTATE_BACK=rotates and not rotated,
             DEPENDENT=overlap,
         )  # fmt: skip
+    elif wide:
+        if p_means is not None:
+            launch(
+                rotate_means, (rows, cdiv(max_entries, MEANS.value)),
+                {"num_warps": 4} if _is_large(device) else {"num_warps": 4, "num_stages": 1},
+                (pool, page_ids, counters, balance, p_signs, p_means, heads, page_ids.stride(0), max_entries),
+                DIM=page.key_dim, PADDED=page.key_dim_padded, BLOCK=key_block, PAGE_WORDS=page.page_words,
+            )  # fmt: skip
+        launch(
+            extend, (rows, even_splits, cdiv(columns, block)), {"num_warps": wide_warps, "maxnreg": wide_registers},
+            (p_rotated, p_factor, pool, level_tables(page, device), None if p_means is None else p_means.view(torch.int64),
+             page_ids, entries, row_start, counters, mask, p_output, p_stats, heads, columns, page_ids.stride(0),
+             max_entries, sinks, group, query_offset, *mask_strides, softcap_exponent),
+            L=page_spec(page), COLUMNS=block, TILE=wide_tile, PER_QUERY=per_query, CAUSAL=causal_pages,
+            STAGES=EXTEND_STAGES,
+        )  # fmt: skip
     elif packed:
         launch(
             attend_packed, (rows, even_splits, cdiv(columns, block)), {"num_warps": 1},
@@ -246,7 +276,7 @@ def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decodes(page: PageLayout, columns: int, scaling: float, mask_by_query: bool) -> bool:
-    """Whether the decode kernel takes this call; the packed kernel takes all others.
+    """Whether the decode kernel takes this call; the extend kernel (`extends`) or the packed kernel takes all others.
 
     It takes few columns, codes whose levels stand on an 8-bit grid (fp8 keys as well), and masks that all queries share.
     """
@@ -255,6 +285,25 @@ def decodes(page: PageLayout, columns: int, scaling: float, mask_by_query: bool)
     wide = max(page.key_dim_padded, page.value_dim_padded) > 128
     few = columns <= (DECODE_COLUMNS_WIDE if wide else DECODE_COLUMNS)
     return key and value and few and not mask_by_query and scaling > 0
+
+
+def extends(page: PageLayout, columns: int, scaling: float) -> bool:
+    """Whether the extend kernel takes a call that the decode kernel does not take: many columns, and codes."""
+    return columns >= EXTEND_COLUMNS and page.key_format != "raw" and page.value_format != "raw" and scaling > 0
+
+
+def _is_large(device: torch.device) -> bool:
+    """Whether the extend kernel's large tiles fit the shared memory."""
+    return bool(_properties(device).shared_memory_per_multiprocessor >= EXTEND_MEMORY)
+
+
+def _extend_tile(columns: int, page: PageLayout, device: torch.device) -> tuple[int, int, int, int]:
+    """Columns and groups of a tile of the extend kernel, its warps, and the cap of its registers."""
+    memory = _properties(device).shared_memory_per_multiprocessor
+    if _is_large(device) and page.key_dim_padded + page.value_dim_padded <= 256:
+        return (64, 2, 4, 168) if columns <= 64 else (128, 2, 8, 128)
+    group = 64 * (page.key_dim_padded + page.value_dim_padded) + 4 * (EXTEND_STAGES - 1) * page.group_words
+    return 64, 2 if 128 * page.key_dim_padded + 2 * group <= memory - 4096 else 1, 4, 255
 
 
 def _query_dtype(page: PageLayout, fast: bool, dtype: torch.dtype) -> torch.dtype:

@@ -112,10 +112,11 @@ def _table_words(layout: PageLayout, side: str) -> tuple[int, ...]:
 def byte_permute(a, b, selector):
     """The four bytes of (a, b), numbered 0 to 7 from the lowest, that the low four nibbles of `selector` (0..7) name."""
     if INTERPRET:
-        i = tl.arange(0, 4)[None, :]
-        n = (selector[:, None] >> (4 * i)) & 7
-        bytes = (tl.where(n < 4, a[:, None], b[:, None]) >> (8 * (n & 3))) & 255
-        return tl.sum(bytes << (8 * i), 1)
+        result = selector & 0
+        for i in tl.static_range(4):
+            n = (selector >> (4 * i)) & 7
+            result |= ((tl.where(n < 4, a, b) >> (8 * (n & 3))) & 255) << (8 * i)
+        return result
     else:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=tl.int32, is_pure=True, pack=1
