@@ -121,13 +121,19 @@ def turboquant_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if not scaling > 0:
-        raise ValueError(f"scaling={scaling} is not supported by attn_implementation='turboquant': expected a positive one.")
+        raise ValueError(
+            f"scaling={scaling} is not supported by attn_implementation='turboquant': expected a positive one."
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if kwargs.get("output_attentions"):
         logger.warning_once("attn_implementation='turboquant' returns no attention weights: use 'eager' for them.")
     newest_last = isinstance(key, PackedKV) and not key.step.is_first
-    if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.numel() == 1 < key.shape[2]:
+    if (
+        attention_mask is not None
+        and attention_mask.dtype == torch.uint8
+        and attention_mask.numel() == 1 < key.shape[2]
+    ):
         attention_mask, newest_last = None, True  # `_ALL_KEPT`, or its copy on another device
     if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask != 0  # not one of `turboquant_mask`: a user's complete mask
@@ -168,11 +174,13 @@ def _packed(
     step, layer = key.step, key.step.layer
     complete = mask is not None and mask.dtype == torch.bool
     layer.require_mask(key, query, mask)
-    if sliding_window is not None and sliding_window < key.shape[2]:
+    if sliding_window is not None and sliding_window < key.shape[2] and sliding_window != layer.sliding_window:
         layer.drop(step)
+        window = layer.sliding_window
+        listed = "full attention" if window is None else f"sliding attention over {window} tokens"
         raise ValueError(
-            f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
-            " window. Use attn_implementation='sdpa' with DynamicCache for this model."
+            f"sliding_window={sliding_window} on a layer that the config lists as {listed}, for which its pages are kept."
+            " Use attn_implementation='sdpa' with DynamicCache for this model."
         )
     keep = kept_positions(mask, query.shape[0])
     causal = is_causal and not complete

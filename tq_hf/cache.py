@@ -1,6 +1,6 @@
 """`TurboQuantCache`: a drop-in for transformers' `DynamicCache` (or, with `max_cache_len`, `StaticCache`).
 
-    model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
+model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .hybrid_layer import HybridLayer
 from .layer import LayerReport, TurboQuantLayer
-from .layer_rules import boundary_layers
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .memory import storage_bytes
-from .model_layers import decoder_config, reasons_against_packing
+from .model_layers import decoder_config, plan
 from .pages import BlockTable
+from .sliding import SlidingLayer, SlidingTable
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class CacheReport:
     Attributes:
         preset: name of the preset.
         layers: one `LayerReport` a layer.
-        table_bytes: bytes of the block table that the layers share.
+        table_bytes: bytes of the block tables that the layers share.
     """
 
     preset: str
@@ -83,9 +83,10 @@ class TurboQuantCache(DynamicCache):
         cache = TurboQuantCache(model.config, preset="tq4")
         model.generate(**inputs, past_key_values=cache)
 
-    Layers with full attention are packed; a layer of another kind (sliding window, linear attention, latents, ...) keeps
-    transformers' own class (`model_layers.py`), and boundary layers of presets that ask for them keep the model's dtype in
-    the same pages. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
+    Layers with full attention are packed, and without `max_cache_len` so are those with a sliding window, where that is
+    smaller. A layer of another kind (linear attention, latents, ...) keeps transformers' own class (`model_layers.py`).
+    Boundary layers of presets that ask for them keep the model's dtype in the same pages, or transformers' own class if
+    they have a window. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
 
     Args:
         config: the model's config.
@@ -118,20 +119,26 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
-        reasons = reasons_against_packing(text, stock.layers, self.quantization)
-        packable = [i for i, reason in enumerate(reasons) if reason is None]
-        if not packable:
+        settings = self.quantization
+        reasons, exact = plan(text, stock.layers, settings)
+        packed = [i for i, reason in enumerate(reasons) if reason is None]
+        if not packed:
             logger.warning_once(
                 f"TurboQuantCache packs none of the {len(reasons)} layers of this {text.model_type!r} model and works as"
                 f" transformers' {type(stock).__name__}: {'; '.join(sorted({str(reason) for reason in reasons}))}."
             )
-        exact = boundary_layers(text, packable, self.quantization.boundary_layers)
-        settings = self.quantization
         self.table = BlockTable(settings.page_size, settings.sink_tokens, settings.recent_window, max_cache_len)
+        self.sliding_tables: dict[int, SlidingTable] = {}
+        shares_keys = bool(getattr(text, "num_kv_shared_layers", None))
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
-        for i in packable:
+        for i in packed:
+            if (window := getattr(stock.layers[i], "sliding_window", None)) is not None:
+                if window not in self.sliding_tables:
+                    self.sliding_tables[window] = SlidingTable(self.table, window, shares_keys)
+                stock.layers[i] = SlidingLayer(settings, self.sliding_tables[window], self.preset)
+                continue
             layer_config = unquantized if i in exact else settings
-            arguments = (layer_config, self.table, self.preset, i == packable[0])
+            arguments = (layer_config, self.table, self.preset, i == packed[0])
             states = getattr(stock.layers[i], "number_of_states", 0)
             stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
         if config.is_encoder_decoder:
@@ -149,9 +156,14 @@ class TurboQuantCache(DynamicCache):
         layers = [layer.state if isinstance(layer, HybridLayer) else layer for layer in self.layers]
         return [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
 
-    def _settled_layers(self) -> list[TurboQuantLayer]:
-        """The packed layers that hold something, with nothing left to commit."""
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+    @property
+    def tables(self) -> list[BlockTable]:
+        """The block tables: of the layers with full attention, and one for each window."""
+        return [self.table, *self.sliding_tables.values()]
+
+    def _settled_layers(self, table: BlockTable) -> list[TurboQuantLayer]:
+        """The layers of this table that hold something, with nothing left to commit."""
+        layers = [layer for layer in self.packed_layers if layer.table is table and layer.is_initialized]
         for layer in layers:
             layer.flush()
         return layers
@@ -172,7 +184,9 @@ class TurboQuantCache(DynamicCache):
         """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
         layer, last = self.layers[layer_idx], self.layers[-1]
         packed = isinstance(layer, TurboQuantLayer) and isinstance(last, TurboQuantLayer)
-        if packed and not layer.is_empty and last.is_empty:  # again, before the first tokens have reached the last layer
+        if (
+            packed and not layer.is_empty and last.is_empty
+        ):  # again, before the first tokens have reached the last layer
             raise ValueError(
                 f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
                 " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
@@ -181,10 +195,11 @@ class TurboQuantCache(DynamicCache):
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens. The batch size may change afterwards, except in the static mode."""
-        if self.table.is_static:
-            self.table.restart()
-        else:
-            self.table.clear()
+        for table in self.tables:
+            if table.is_static:
+                table.restart()
+            else:
+                table.clear()
         for layer in self.packed_layers:
             layer.forget()
         for layer in self._stock_layers:
@@ -194,26 +209,33 @@ class TurboQuantCache(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing.
+            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window.
 
         Raises:
             ValueError: a positive number.
+            RuntimeError: a sliding layer has forgotten what it would need; nothing has changed.
         """
         tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
-        if tokens_to_remove < 0 and (layers := self._settled_layers()):
-            before, packed_end, had_used = layers[0].counters.tolist()
-            used = had_used
-            length = max(0, before + tokens_to_remove)
-            if length < packed_end:
-                packed_end, used = self.table.crop(length, used)
-            self.table.trim(length)
-            no_page_left = used == 0 and (had_used > 0 or length == 0)
-            for layer in layers:
-                layer.cut(length, packed_end, used, no_page_left)
+        for sliding in self.sliding_tables.values():
+            sliding.require_croppable(-tokens_to_remove)
+        for table in self.tables:
+            if tokens_to_remove < 0 and (layers := self._settled_layers(table)):
+                before, packed_end, had_used = layers[0].counters.tolist()
+                used = had_used
+                length = max(0, before + tokens_to_remove)
+                if length < packed_end:
+                    packed_end, used = table.crop(length, used)
+                table.trim(length)
+                no_page_left = used == 0 and (had_used > 0 or length == 0)
+                for layer in layers:
+                    layer.cut(length, packed_end, used, no_page_left)
+        for sliding in self.sliding_tables.values():
+            sliding.finish_crop()
         for layer in self._stock_layers:
             layer.crop(tokens_to_remove)
 
@@ -227,7 +249,7 @@ class TurboQuantCache(DynamicCache):
         """Repeat every row `repeats` times; the copies share the packed pages."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
-        rows = torch.arange(self.table.batch_size or 0).repeat_interleave(repeats)
+        rows = torch.arange(self._rows or 0).repeat_interleave(repeats)
         if len(rows):
             self._select_rows(rows)
         for layer in self._stock_layers:
@@ -239,25 +261,31 @@ class TurboQuantCache(DynamicCache):
         for layer in self._stock_layers:
             _edit_rows(layer, "batch_select_indices", indices, indices)
 
+    @property
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first token."""
+        return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
+
     def _select_rows(self, indices: Tensor) -> None:
-        if self.table.batch_size is None:
+        rows = self._rows
+        if rows is None:
             return
         if self.table.is_static:
             raise NotImplementedError(
                 "rows of a static TurboQuantCache cannot be reordered, repeated or selected: use a cache without"
                 " max_cache_len for beam search and several return sequences."
             )
-        rows = self.table.batch_size
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool and len(indices) == rows:
             indices = indices.nonzero().flatten()
         chosen = [i + rows if i < 0 else i for i in indices.tolist()]
         if indices.dtype == torch.bool or not chosen or not all(0 <= i < rows for i in chosen):
             raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
-        layers = self._settled_layers()
-        self.table.select_rows(chosen)
-        for layer in layers:
-            layer.select_rows(torch.tensor(chosen))
+        for table in self.tables:
+            if layers := self._settled_layers(table):
+                table.select_rows(chosen)
+                for layer in layers:
+                    layer.select_rows(torch.tensor(chosen))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Keys, values [B, H, length, D / Dv] and the sliding window of each layer, as `DynamicCache` gives them.
@@ -266,7 +294,8 @@ class TurboQuantCache(DynamicCache):
         """
         for layer in self.layers:
             if isinstance(layer, TurboQuantLayer):
-                yield (*layer.unpacked(), None)
+                window = layer.sliding_window
+                yield (*layer.unpacked(), None if window is None else torch.tensor(window, device="cpu"))
             else:
                 # Layers of linear attention have neither; `DynamicCache` cannot be iterated with them.
                 names = ("keys", "values", "_sliding_window_tensor")
@@ -284,7 +313,7 @@ class TurboQuantCache(DynamicCache):
         layers = []
         for i, layer in enumerate(self.layers):
             layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
-        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
+        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for table in self.tables for t in table.tensors()))
 
     def check(self) -> None:
         """Raise if something could not be stored as given.
@@ -315,7 +344,7 @@ class TurboQuantCache(DynamicCache):
 
     def __repr__(self) -> str:
         mode = "dynamic" if self.table.max_cache_len is None else f"max_cache_len={self.table.max_cache_len}"
-        if self.table.batch_size is None:
+        if self._rows is None:
             return f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers, empty)"
         report = self.report()
         return (
@@ -337,4 +366,6 @@ def stock_report(index: int, layer: Any) -> LayerReport:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
     tokens = held[0].shape[0] * held[0].shape[2] if held else 0
-    return LayerReport(index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held))
+    return LayerReport(
+        index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held)
+    )

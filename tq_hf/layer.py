@@ -54,6 +54,7 @@ class TurboQuantLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    sliding_window: int | None = None
     is_croppable = True
     supports_early_init = True
 
@@ -148,7 +149,9 @@ class TurboQuantLayer(CacheLayerMixin):
         """
         self.flush()
         device = key_states.device.type
-        if torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
+        if torch.is_autocast_enabled(
+            device
+        ):  # rotary embeddings leave keys in float32 there; attention would cast both
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         self._validate(key_states, value_states)
@@ -156,8 +159,12 @@ class TurboQuantLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
+        self._make_way(key_states.shape[2])
         self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
         return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+
+    def _make_way(self, new: int) -> None:
+        """Called before `new` tokens come in: a layer that forgets does so here."""
 
     def _validate(self, key: Tensor, value: Tensor) -> None:
         if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
@@ -166,7 +173,9 @@ class TurboQuantLayer(CacheLayerMixin):
                 " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
             )
         if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
-            raise ValueError(f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}.")
+            raise ValueError(
+                f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
+            )
         if value.device != key.device:
             raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
         rows = self.table.batch_size
@@ -207,6 +216,10 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def visible_length(self, step: Step) -> int:
         """Key positions that `step`'s handles show."""
+        return self._known_length(step)
+
+    def _known_length(self, step: Step) -> int:
+        """Key positions up to the step's last one, from the table's origin on."""
         if self.table.max_cache_len is not None:
             return self.table.max_cache_len
         return step.start + step.key.shape[2]
@@ -322,7 +335,9 @@ class TurboQuantLayer(CacheLayerMixin):
             return  # every row has its first page, and with it its factors
         if query is not None:
             query = query.detach()
-            if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
+            if (
+                query.shape[2] != key.shape[2]
+            ):  # transformers folds the heads of a KV head into a single token's queries
                 query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
         ops.observe(
             query,
@@ -355,10 +370,13 @@ class TurboQuantLayer(CacheLayerMixin):
             self.pending = None
 
     def _require_newest(self, step: Step) -> None:
-        if step.committed and not self.table.is_static and self.length != step.start + step.key.shape[2]:
+        if not step.committed or self.table.is_static:
+            return
+        shown, held = step.start + step.key.shape[2], self.length
+        if (shown, step.origin) != (held, self.table.origin):
             raise RuntimeError(
-                f"these keys and values show the cache at {step.start + step.key.shape[2]} tokens, and it holds"
-                f" {self.length} by now: use what the newest cache.update() returned."
+                f"these keys and values show the cache at {step.origin + shown} tokens, and it holds"
+                f" {self.table.origin + held} by now: use what the newest cache.update() returned."
             )
 
     def flush(self) -> None:
@@ -380,7 +398,7 @@ class TurboQuantLayer(CacheLayerMixin):
         return step.dense
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
-        dense = ops.gather(*self._state(), self.layout_name, self.visible_length(step))
+        dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
         new = step.key.shape[2]
         first: Any = step.start
         if self.table.is_static:

@@ -26,15 +26,16 @@ class Step:
     Attributes:
         key, value: [B, H, n, D / Dv], the raw states.
         is_first: nothing was cached before; attention over the raw states is complete.
-        start: positions cached before these tokens (host knowledge; the dynamic mode only).
+        start: positions cached before these tokens (host knowledge; the dynamic mode only), counted from `origin`.
+        origin: the layer's `BlockTable.origin` when they came.
         committed: whether the layer has taken the tokens in.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "start", "value")
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "origin", "start", "value")
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
         self.layer, self.key, self.value = layer, key, value
-        self.is_first, self.start = is_first, start
+        self.is_first, self.start, self.origin = is_first, start, layer.table.origin
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
 

@@ -75,6 +75,8 @@ class BlockTable:
         max_cache_len: capacity in tokens, for the static mode.
     """
 
+    origin = 0  # the position that all others count from; a table for sliding layers moves it
+
     def __init__(self, page_size: int, sink_tokens: int, recent_window: int, max_cache_len: int | None = None) -> None:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
@@ -158,12 +160,15 @@ class BlockTable:
             start, end = self.packed_end, self.packed_end + self.page_size
             self.spans.append((start, self.page_size))
             for row, row_start in zip(self.rows, self.row_starts, strict=True):
-                only_padding = end <= row_start + self.sink_tokens
-                row.append(NO_PAGE if only_padding else self.pages.allocate())
+                row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
             self.packed_end = end
         if len(self.spans) > first_new:
             for device_table in self._devices.values():
                 device_table.write(self, first_new)
+
+    def _needs_page(self, end: int, row_start: int) -> bool:
+        """Whether a page that ends there has anything to hold but padding and sinks."""
+        return end > row_start + self.sink_tokens
 
     def trim(self, length: int) -> None:
         """Forget row starts beyond `length`: such rows have nothing but padding left, and start anew."""
