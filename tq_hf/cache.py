@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,60 +19,15 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from . import loading, saving
 from .config import DEFAULT_PRESET, TurboQuantConfig
-from .layer import LayerReport, TurboQuantLayer
+from .layer import TurboQuantLayer
 from .layer_rules import boundary_layers
-from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
-from .memory import storage_bytes
+from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
 from .pages import BlockTable
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """What a cache holds, layer by layer, counted from its real tensors. `str()` gives a Markdown table.
-
-    A static cache counts all that it has preallocated, however few tokens it holds yet.
-
-    Attributes:
-        preset: name of the preset.
-        layers: one `LayerReport` a layer.
-        table_bytes: bytes of the block table that the layers share.
-    """
-
-    preset: str
-    layers: tuple[LayerReport, ...]
-    table_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers) + self.table_bytes
-
-    @property
-    def packed_tokens(self) -> int:
-        """Tokens in packed pages, summed over layers and rows."""
-        return sum(layer.packed_tokens for layer in self.layers)
-
-    @property
-    def exact_tokens(self) -> int:
-        return sum(layer.exact_tokens for layer in self.layers)
-
-    @property
-    def bytes_bf16(self) -> int:
-        """What the same tokens take in bfloat16."""
-        return sum(layer.bytes_bf16 for layer in self.layers)
-
-    @property
-    def ratio(self) -> float:
-        """`bytes_bf16` over `nbytes`."""
-        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
-
-    def __str__(self) -> str:
-        rows = ["| layer | kind | packed tokens | exact tokens | bytes | ratio to bf16 |", "| --- " * 6 + "|"]
-        total = LayerReport(-1, "", self.packed_tokens, self.exact_tokens, self.nbytes, self.bytes_bf16)
-        for r in (*self.layers, total):
-            name = "all" if r.layer < 0 else str(r.layer)
-            rows.append(f"| {name} | {r.kind} | {r.packed_tokens} | {r.exact_tokens} | {r.nbytes} | {r.ratio:.2f} |")
-        return "\n".join(rows)
+from .reports import CacheReport, stock_report
+from .saving import model_facts
+from .stock_layers import all_or_nothing, move_stock
 
 
 class TurboQuantCache(Cache):
@@ -84,6 +44,9 @@ class TurboQuantCache(Cache):
         preset: a name of `tq_hf.PRESETS`, or a `TurboQuantConfig`.
         max_cache_len: capacity in tokens. None grows with the sequence; a number preallocates everything, keeps lengths
             on the device and lets `generate()` compile decoding.
+        offloading: keep packed pages in host memory while other layers compute, as `DynamicCache(offloading=True)` keeps
+            all keys and values: slower, and the GPU holds the pages of two layers only. Not with `max_cache_len`.
+        offload_only_non_sliding: leave transformers' sliding-window layers, which are small, on the device.
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
@@ -99,6 +62,8 @@ class TurboQuantCache(Cache):
         preset: str | TurboQuantConfig = DEFAULT_PRESET,
         *,
         max_cache_len: int | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
         **overrides: Any,
     ) -> None:
         if not isinstance(config, PretrainedConfig):
@@ -107,6 +72,8 @@ class TurboQuantCache(Cache):
         self.preset = preset if isinstance(preset, str) else "custom"
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
+        if offloading and max_cache_len is not None:
+            raise ValueError("offloading=True cannot be combined with max_cache_len: a static cache keeps its addresses.")
         text = config.get_text_config(decoder=True)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         packable = [i for i, layer in enumerate(stock.layers) if type(layer) in (DynamicLayer, StaticLayer)]
@@ -126,6 +93,19 @@ class TurboQuantCache(Cache):
             layer_config = unquantized if i in exact else settings
             stock.layers[i] = TurboQuantLayer(layer_config, self.table, self.preset, guards_capacity=i == packable[0])
         super().__init__(layers=stock.layers)
+        self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
+        self.model_facts = model_facts(text)
+
+    @classmethod
+    def from_parts(cls, layers: list[Any], table: BlockTable, offloading: list[bool], **attributes: Any) -> TurboQuantCache:
+        """A cache of layers that are there already (`load`)."""
+        cache = cls.__new__(cls)
+        Cache.__init__(cache, layers=layers)
+        cache.table = table
+        cache.offloading, cache.only_non_sliding = offloading
+        for name, value in attributes.items():
+            setattr(cache, name, value)
+        return cache
 
     @property
     def packed_layers(self) -> list[TurboQuantLayer]:
@@ -137,6 +117,11 @@ class TurboQuantCache(Cache):
         """The layers that keep transformers' own classes."""
         return [layer for layer in self.layers if not isinstance(layer, TurboQuantLayer)]
 
+    @property
+    def tables(self) -> list[BlockTable]:
+        """The block tables of the packed layers, each once."""
+        return list({id(layer.table): layer.table for layer in self.packed_layers}.values())
+
     def _settled_layers(self) -> list[TurboQuantLayer]:
         """The packed layers that hold something, with nothing left to commit."""
         layers = [layer for layer in self.packed_layers if layer.is_initialized]
@@ -147,10 +132,11 @@ class TurboQuantCache(Cache):
     # -- edits: the shared table once, then each layer -----------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens. The batch size may change afterwards, except in the static mode."""
-        if self.table.is_static:
-            self.table.restart()
-        else:
-            self.table.clear()
+        for table in self.tables:
+            if table.is_static:
+                table.restart()
+            else:
+                table.clear()
         for layer in self.packed_layers:
             layer.forget()
         for layer in self._stock_layers:
@@ -160,28 +146,37 @@ class TurboQuantCache(Cache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove; 0 removes nothing.
+            tokens_to_remove: minus the number of tokens to remove, at most all there are; 0 removes nothing.
 
         Raises:
             ValueError: a positive number.
+            RuntimeError: a sliding-window or linear-attention layer of transformers' has forgotten what would be needed
+                (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
+                crop into its pages. Nothing is changed then.
         """
         tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
-        if tokens_to_remove < 0 and (layers := self._settled_layers()):
-            before, packed_end, had_used = layers[0].counters.tolist()
-            used = had_used
-            length = max(0, before + tokens_to_remove)
-            if length < packed_end:
-                packed_end, used = self.table.crop(length, used)
-            self.table.trim(length)
-            no_page_left = used == 0 and (had_used > 0 or length == 0)
-            for layer in layers:
-                layer.cut(length, packed_end, used, no_page_left)
-        for layer in self._stock_layers:
-            layer.crop(tokens_to_remove)
+        layers = self._settled_layers()
+        before, packed_end, had_used = layers[0].counters.tolist() if layers else (0, 0, 0)
+        if layers:
+            tokens_to_remove = max(tokens_to_remove, -before)
+        with all_or_nothing(self._stock_layers):
+            for layer in self._stock_layers:
+                layer.crop(tokens_to_remove)
+            if tokens_to_remove < 0 and layers:
+                self._crop_packed(layers, before + tokens_to_remove, packed_end, had_used)
+
+    def _crop_packed(self, layers: list[TurboQuantLayer], length: int, packed_end: int, had_used: int) -> None:
+        used = had_used
+        if length < packed_end:
+            packed_end, used = self.table.crop(length, used)
+        self.table.trim(length)
+        no_page_left = used == 0 and (had_used > 0 or length == 0)
+        for layer in layers:
+            layer.cut(length, packed_end, used, no_page_left)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
@@ -205,24 +200,157 @@ class TurboQuantCache(Cache):
             layer.batch_select_indices(indices)
 
     def _select_rows(self, indices: Tensor) -> None:
-        if self.table.batch_size is None:
-            return
-        if self.table.is_static:
-            raise NotImplementedError(
-                "rows of a static TurboQuantCache cannot be reordered, repeated or selected: use a cache without"
-                " max_cache_len for beam search and several return sequences."
-            )
         rows = self.table.batch_size
+        if rows is None:
+            return
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool and len(indices) == rows:
             indices = indices.nonzero().flatten()
-        chosen = [i + rows if i < 0 else i for i in indices.tolist()]
-        if indices.dtype == torch.bool or not chosen or not all(0 <= i < rows for i in chosen):
+        chosen = [i + rows if type(i) is int and i < 0 else i for i in indices.tolist()]
+        if not chosen or not all(type(i) is int and 0 <= i < rows for i in chosen):
             raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
+        if self.table.is_static and len(chosen) != rows:
+            raise NotImplementedError(
+                f"a static TurboQuantCache of {rows} rows cannot become one of {len(chosen)}: use a cache without"
+                " max_cache_len to repeat or select rows."
+            )
         layers = self._settled_layers()
-        self.table.select_rows(chosen)
+        for table in self.tables:
+            if table.is_static:
+                table.permute_rows(chosen, used=layers[0].counters.tolist()[2])
+            else:
+                table.select_rows(chosen)
         for layer in layers:
-            layer.select_rows(torch.tensor(chosen))
+            layer.select_rows(torch.tensor(chosen, device="cpu"))
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+    def fork(self, n: int) -> list[TurboQuantCache]:
+        """`n` caches that go on from here, each on its own: one prefix, many continuations.
+
+        They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
+        transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
+        dropped without the others noticing; a page is freed with its last user. Continuations that run side by side, as
+        one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way: independent caches are what
+        continuations at different times need (a system prompt, the turns of a tree), and a batch has them no others
+        already. `nbytes` of each counts the shared pages.
+
+        Raises:
+            ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
+                one continuation, so that nothing could be shared.
+        """
+        if type(n) is not int or n < 1:
+            raise ValueError(f"fork({n!r}) is not possible: expected the number of caches, at least 1.")
+        if self.table.is_static:
+            raise ValueError(
+                "a static cache has pages for one continuation only: use copy.deepcopy(cache), or make the cache without"
+                " max_cache_len."
+            )
+        if not self._settled_layers():
+            raise ValueError("this cache is empty, there is nothing to fork: fill it first, or make new ones.")
+        return [self._fork() for _ in range(n)]
+
+    def _fork(self) -> TurboQuantCache:
+        twin = copy.copy(self)
+        tables = {id(table): table.fork() for table in self.tables}
+        twin.table = tables[id(self.table)]
+        twin.layers = [
+            layer.fork(tables[id(layer.table)]) if isinstance(layer, TurboQuantLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return twin
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool | None = None) -> TurboQuantCache:
+        """Move everything to one device. What forks share is copied: they stay where they are.
+
+        Args:
+            device: where to.
+            non_blocking: leave it out. A call with it does nothing: it comes from accelerate, whose hooks send each module
+                of a model that is spread over devices all arguments that have a `to`, but a layer's cache stays where
+                that layer's inputs are.
+
+        Returns:
+            This cache.
+
+        Raises:
+            ValueError: a static cache whose layout has no kernels for that device.
+        """
+        if non_blocking is not None:
+            return self
+        target = torch.empty(0, device=device).device  # with an index, as tensors have it
+        layers = self._settled_layers()
+        for layer in layers:
+            layer.require_kernels(PageLayout.from_name(layer.layout_name), target)
+        if any(layer.device != target for layer in layers):
+            for table in self.tables:
+                table.move(target)
+            for layer in layers:
+                layer.move(target)
+        for layer in self._stock_layers:
+            move_stock(layer, target)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a safetensors file, from which `load` goes on bit for bit.
+
+        Of the pages, only those in use are written; forks are saved one by one.
+
+        Raises:
+            ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+        """
+        self._settled_layers()
+        saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: PretrainedConfig | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> TurboQuantCache:
+        """The cache that `save` has written.
+
+        Args:
+            path: the file.
+            config: the model's config. If given, the file must be of a model of the same kind and shape.
+            device: where everything goes; None: each layer where it was saved from.
+
+        Raises:
+            ValueError: no such file by its content (truncated, foreign, newer, inconsistent), a model that does not match,
+                or a device that is not there. Everything is checked before anything is allocated.
+            OSError: the file cannot be read.
+        """
+        return loading.load(cls, path, config, device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Keys, values [B, H, length, D / Dv] and the sliding window of each layer, as `DynamicCache` gives them.
+
+        Packed layers are dequantized one by one: `DynamicCache(cache)` is an unpacked copy.
+        """
+        for layer in self.layers:
+            if isinstance(layer, TurboQuantLayer):
+                yield (*layer.unpacked(), None)
+            else:
+                # Layers of linear attention have neither; `DynamicCache` cannot be iterated with them.
+                names = ("keys", "values", "_sliding_window_tensor")
+                keys, values, window = (getattr(layer, name, None) for name in names)
+                yield keys, values, window
+
+    # -- offloading ----------------------------------------------------------------------------------------------------
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take a layer's new states [B, H, n, D / Dv] and return all of its keys and values (`TurboQuantLayer.update`)."""
+        if not self.offloading or key_states.is_cuda:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.prefetch(layer_idx + 1, self.only_non_sliding)  # transformers' own code needs CUDA streams
+        states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        self.offload(layer_idx, self.only_non_sliding)
+        return states
+
+    @property
+    def prefetch_stream(self) -> Any:
+        """Where transformers' `prefetch` copies."""
+        return _prefetch_stream()
 
     # -- reports -------------------------------------------------------------------------------------------------------
     @property
@@ -235,7 +363,7 @@ class TurboQuantCache(Cache):
         layers = []
         for i, layer in enumerate(self.layers):
             layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
-        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for t in self.table.tensors()))
+        return CacheReport(self.preset, tuple(layers), sum(t.nbytes for table in self.tables for t in table.tensors()))
 
     def check(self) -> None:
         """Raise if something could not be stored as given.
@@ -294,9 +422,6 @@ def _validate_model(config: Any, quantization: TurboQuantConfig) -> None:
         quantization.layout(dim, dim, torch.bfloat16)  # raises, naming the head_dim
 
 
-def stock_report(index: int, layer: Any) -> LayerReport:
-    """One of transformers' own layers: everything it holds is exact."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
-    tokens = held[0].shape[0] * held[0].shape[2] if held else 0
-    return LayerReport(index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held))
+@lru_cache(maxsize=1)
+def _prefetch_stream() -> Any:
+    return torch.Stream() if torch.accelerator.is_available() else nullcontext()

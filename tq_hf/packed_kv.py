@@ -7,6 +7,7 @@ same path; anything else sees a dense tensor, dequantized when it is first neede
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,13 @@ class Step:
         self.is_first, self.start = is_first, start
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """For a cache that is copied between `update` and attention: the copy takes the tokens in at its next use."""
+        key, value = (states.detach().clone() for states in (self.key, self.value))
+        memo[id(self)] = twin = Step(copy.deepcopy(self.layer, memo), key, value, self.is_first, self.start)
+        twin.committed = self.committed
+        return twin
 
 
 class PackedKV:
