@@ -12,16 +12,18 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from tests.test_cache import CONFIG, filled, held_tensors, states
 from tests.test_cache_fork import SMALL, content, extend, same
 from tests.test_generate import generate, left_padded, reference
-from tests.tiny_models import prompt, tiny_model
+from tests.tiny_models import tiny_model
 from tq_hf import TurboQuantCache
 from tq_hf.page_pool import PagePool
 
 CPU = torch.device("cpu")
+# On 5.17, `DynamicCache.reset` zeroes what it holds and keeps its length, and `crop` fails before the first token.
+RESET_KEEPS_LENGTH = "reset" not in vars(DynamicLayer)
 
 
 # -- every public member -----------------------------------------------------------------------------------------------
@@ -112,6 +114,8 @@ def test_every_public_member_is_compared_or_excused() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_hybrid"])
 @pytest.mark.parametrize("tokens", [0, 20, 100])
 def test_members_do_what_dynamic_cache_does(member: str, family: str, tokens: int) -> None:
+    if RESET_KEEPS_LENGTH and member in (("reset", "early_initialization") if tokens else ("crop",)):
+        pytest.skip("DynamicCache of this transformers does not forget")
     ours, theirs = pair(family, tokens)
     if tokens == 100:
         assert ours.report().packed_tokens > 0
@@ -234,7 +238,7 @@ def test_static_rows_are_reordered_in_place_and_nothing_is_requantized() -> None
 def test_static_caches_keep_their_number_of_rows() -> None:
     cache = filled(150, "raw", batch=2, **SMALL, max_cache_len=300)
     before = content(cache)
-    with pytest.raises(NotImplementedError, match="of 2 rows cannot become one of 1: .*without max_cache_len"):
+    with pytest.raises(NotImplementedError, match=r"of 2 rows cannot become one of 1: .*without max_cache_len"):
         cache.batch_select_indices(torch.tensor([0]))
     with pytest.raises(NotImplementedError, match="one of 6"):
         cache.batch_repeat_interleave(3)
@@ -296,7 +300,7 @@ def test_a_crop_that_a_static_table_refuses_changes_nothing() -> None:
 def test_reordering_with_a_wrong_index_changes_nothing(index: list[Any], options: dict[str, int]) -> None:
     ours, _ = pair("llama", **options)
     before = [t.clone() for t in held_tensors(ours)]
-    with pytest.raises(ValueError, match="row indices .* do not fit a cache of 2 rows"):
+    with pytest.raises(ValueError, match=r"row indices .* do not fit a cache of 2 rows"):
         ours.reorder_cache(torch.tensor(index))
     assert all(torch.equal(a, b) for a, b in zip(before, held_tensors(ours), strict=True))
 

@@ -51,9 +51,7 @@ def bits(cache: TurboQuantCache) -> list[Tensor]:
     ("family", "preset", "options"),
     [("llama", "tq4", {}), ("gemma3_hybrid", "raw", {}), ("gemma3_hybrid", "tq2", {"max_cache_len": 250})],
 )
-def test_another_process_goes_on_bit_for_bit(
-    tmp_path: Path, family: str, preset: str, options: dict[str, int]
-) -> None:
+def test_another_process_goes_on_bit_for_bit(tmp_path: Path, family: str, preset: str, options: dict[str, int]) -> None:
     """Generated tokens and the state after them; left padding, a page cut by a crop, shared pages and free ones."""
     model = tiny_model(family)
     ids, mask = left_padded(2, 110, [40, 0])

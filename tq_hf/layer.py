@@ -124,7 +124,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         """
         self.flush()
         device = key_states.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
+        if device != "meta" and torch.is_autocast_enabled(device):
+            # Rotary embeddings leave keys in float32 there; attention would cast both.
             dtype = torch.get_autocast_dtype(device)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         self._validate(key_states, value_states)
