@@ -382,10 +382,11 @@ def test_layers_on_two_devices_keep_their_state_where_their_inputs_are() -> None
 def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is copied out of and into the device, by slot."""
     log: list[tuple[str, int]] = []
-    fetch, copy_out = PagePool._fetch, PagePool.offload
+    fetch, copy_out = PagePool.fetch, PagePool.offload
 
     def noted_fetch(pool: PagePool, slot: int) -> None:
-        log.append(("in", slot))
+        if pool.is_offloaded(slot):
+            log.append(("in", slot))
         fetch(pool, slot)
 
     def noted_offload(pool: PagePool, slot: int) -> None:
@@ -393,7 +394,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             log.append(("out" if slot in pool._unsaved else "drop", slot))
         copy_out(pool, slot)
 
-    monkeypatch.setattr(PagePool, "_fetch", noted_fetch)
+    monkeypatch.setattr(PagePool, "fetch", noted_fetch)
     monkeypatch.setattr(PagePool, "offload", noted_offload)
     return log
 

@@ -413,7 +413,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     def prefetch(self) -> None:
         """Bring offloaded pages back ahead of their use."""
         if self.is_initialized:
-            self.table.pages.of(self.slot)
+            self.table.pages.fetch(self.slot)
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
 

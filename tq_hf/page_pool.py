@@ -42,9 +42,12 @@ class PagePool:
         self._host: dict[int, Tensor] = {}  # by slot: the same in host memory, once offloaded
         self._devices: dict[int, torch.device] = {}
         self._unsaved: set[int] = set()  # slots whose host copy is out of date
+        self._arriving: dict[int, torch.cuda.Event] = {}  # slots whose pages may still be on their way from the host
 
     def __getstate__(self) -> dict[str, Any]:
         self._take_back()
+        for slot in list(self._arriving):
+            self.of(slot)
         return {name: value for name, value in self.__dict__.items() if name != "users"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # each block table puts itself among the users again
@@ -97,8 +100,9 @@ class PagePool:
     # -- pages ---------------------------------------------------------------------------------------------------------
     def of(self, slot: int) -> Tensor:
         """A layer's pages where it computes, int32 [pages, H, page_words]; fetched if they were offloaded."""
-        if slot not in self._pages:
-            self._fetch(slot)
+        self.fetch(slot)
+        if slot in self._arriving:
+            torch.cuda.current_stream(self._devices[slot]).wait_event(self._arriving.pop(slot))
         return self._pages[slot]
 
     def put(self, slot: int, pages: Tensor) -> None:
@@ -176,7 +180,7 @@ class PagePool:
         """Keep a layer's pages in (pinned) host memory only. They are copied only if they changed since the last time."""
         if slot not in self._pages:
             return
-        pages = self._pages[slot]
+        pages = self.of(slot)
         if slot in self._unsaved:
             host = self._host.get(slot)
             if host is None or host.shape != pages.shape:
@@ -186,12 +190,19 @@ class PagePool:
         del self._pages[slot]
 
     @torch.inference_mode(False)
-    def _fetch(self, slot: int) -> None:
+    def fetch(self, slot: int) -> None:
+        """Bring offloaded pages back, on the current stream, which need not be the one that reads them (`of`)."""
+        if slot in self._pages:
+            return
         device = self._devices[slot]
-        if device.type == "cuda":
-            # On a stream of its own, the copy must not overtake the one out, nor reuse memory that is still read.
-            torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        if device.type != "cuda":
+            self._pages[slot] = self._host[slot].to(device, copy=True)
+            return
+        # On a stream of its own, the copy must not overtake the one out, nor reuse memory that is still read.
+        stream = torch.cuda.current_stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
         self._pages[slot] = self._host[slot].to(device, non_blocking=True, copy=True)
+        self._arriving[slot] = stream.record_event()
 
 
 def _select(pages: Tensor, kept: Sequence[int]) -> Tensor:
