@@ -73,7 +73,7 @@ def test_commit_and_gather_of_a_slid_state(preset: str) -> None:
     layer.table.announce(layer.length, 200)
     due = layer.table.due(layer.length + 200, layer.packed_end)
     layer.table.reserve(layer.packed_end + 32 * due)
-    layer._grow(layer.table.pages.capacity)
+    layer.table.pages.grow(layer.slot, layer.table.pages.capacity)
     assert any(page < 0 for page in layer.table.rows[0][-due:])
     results = []
     for module in (reference, kernels):

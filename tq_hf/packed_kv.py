@@ -7,6 +7,7 @@ same path; anything else sees a dense tensor, dequantized when it is first neede
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,15 @@ class Step:
         self.is_first, self.start, self.origin = is_first, start, layer.table.origin
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """For a cache that is copied between `update` and attention: the copy takes the tokens in at its next use."""
+        memo[id(self)] = twin = object.__new__(Step)
+        twin.key, twin.value = (states.detach().clone() for states in (self.key, self.value))
+        twin.is_first, twin.start, twin.origin = self.is_first, self.start, self.origin
+        twin.committed, twin.dense = self.committed, None
+        twin.layer = copy.deepcopy(self.layer, memo)
+        return twin
 
 
 class PackedKV:

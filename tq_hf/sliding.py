@@ -9,7 +9,7 @@ What no query to come will see is forgotten, in three steps of growing size:
 - where a whole ring of positions has left it, entries are dropped and the table's *origin* moves up. All positions in the
   state count from there, so that tables and masks stay as short as a window and the ops need not know. A ring, because a
   token's slot in it is its position modulo its size;
-- where a pool has become much too large (a long chunk, beams that were one prompt), what is left of it is copied.
+- where a pool has become too large (a long chunk, beams that were one prompt), what is left of it is copied.
 
 Positions between the origin and the first that is shown get a column of zeros in the mask.
 
@@ -21,14 +21,19 @@ one. A long prompt isn't packed to be thrown away: pages that nobody will read g
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .config import TurboQuantConfig
-from .layer import LayerReport, TurboQuantLayer
+from .layer import TurboQuantLayer
 from .packed_kv import Step
-from .pages import NO_PAGE, BlockTable, PageAllocator
+from .page_pool import NO_PAGE
+from .pages import BlockTable
+from .reports import LayerReport
 
 
 def packs_window(config: TurboQuantConfig, window: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
@@ -137,9 +142,10 @@ class SlidingTable(BlockTable):
             self._released += 1
         moves = first >= ring and first > max(self.row_starts) + self.sink_tokens
         if moves:
-            self._move(first // ring * ring)
+            self._move_origin(first // ring * ring)
         if leaves or moves:
-            self._compact(new)
+            per_row = min(new, self.window) // self.page_size + 2
+            self.pages.compact(to_come=per_row * len(self.rows or []))
             self._refresh()
 
     def _release(self, entry: int) -> None:
@@ -147,7 +153,7 @@ class SlidingTable(BlockTable):
             self.pages.release(row[entry : entry + 1])
             row[entry] = NO_PAGE
 
-    def _move(self, shift: int) -> None:
+    def _move_origin(self, shift: int) -> None:
         dropped = 0
         while dropped < self._released and sum(self.spans[dropped]) <= shift:
             dropped += 1
@@ -161,22 +167,7 @@ class SlidingTable(BlockTable):
         self._released -= dropped
         self.sink_tokens = 0
         for layer in self.layers:
-            layer.move(shift, dropped)
-
-    def _compact(self, new: int) -> None:
-        """Give memory back where less than three quarters of the pools will be used."""
-        per_row = min(new, self.window) // self.page_size + 2
-        room = self.pages.used + per_row * len(self.rows or [])
-        if 4 * room > 3 * self.pages.capacity:
-            return
-        live = [page for page, references in enumerate(self.pages.references) if references > 0]
-        places = {page: i for i, page in enumerate(live)} | {NO_PAGE: NO_PAGE}
-        self.rows = [[places[page] for page in row] for row in self.rows or []]
-        references = [self.pages.references[page] for page in live]
-        self.pages = PageAllocator()
-        self.pages.references = references
-        for layer in self.layers:
-            layer.keep_pages(live, room)
+            layer.move_origin(shift, dropped)
 
     # -- edits -------------------------------------------------------------------------------------------------------
     def require_croppable(self, tokens_to_remove: int) -> None:
@@ -211,6 +202,18 @@ class SlidingTable(BlockTable):
         recorded, self.recording = self.recording, False
         self.advance(self.layers[0].get_seq_length() - self.origin, 1)
         self.recording = recorded
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+    def fork_beside(self, full: BlockTable) -> SlidingTable:
+        """A table of the same pages, beside the fork `full`, for forks of this one's layers."""
+        twin = self.fork()
+        twin.full, twin.layers = full, []
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlidingTable:
+        twin = super().__deepcopy__(memo)
+        twin.full, twin.layers = copy.deepcopy((self.full, self.layers), memo)
+        return twin
 
 
 class SlidingLayer(TurboQuantLayer):
@@ -313,9 +316,14 @@ class SlidingLayer(TurboQuantLayer):
         if self.table.origin == 0:  # else every row has had its first page
             super()._observe(query, key, keep)
 
+    def fork(self, table: SlidingTable) -> SlidingLayer:  # type: ignore[override]
+        twin: SlidingLayer = super().fork(table)
+        table.layers.append(twin)
+        return twin
+
     # -- edits that the table makes on all layers together -----------------------------------------------------------
     @torch.inference_mode(False)
-    def move(self, shift: int, dropped: int) -> None:
+    def move_origin(self, shift: int, dropped: int) -> None:
         """Count from `shift` positions further on, with so many entries less; the sinks have left the window."""
         self.length -= shift
         self.packed_end -= shift
@@ -323,13 +331,6 @@ class SlidingLayer(TurboQuantLayer):
         batch, heads = self.sink_key.shape[:2]
         self.sink_key = self.sink_key.new_empty(batch, heads, 0, self.key_dim)
         self.sink_value = self.sink_value.new_empty(batch, heads, 0, self.value_dim)
-
-    @torch.inference_mode(False)
-    def keep_pages(self, pages: list[int], room: int) -> None:
-        """Keep these pages, in this order, in a pool of `room`."""
-        pool = self.pool.new_zeros((room, *self.pool.shape[1:]))
-        pool[: len(pages)] = self.pool.index_select(0, torch.tensor(pages, dtype=torch.int64, device=self.device))
-        self.pool = pool
 
     # -- reports -----------------------------------------------------------------------------------------------------
     def report(self, layer: int) -> LayerReport:

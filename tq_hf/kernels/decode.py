@@ -118,9 +118,7 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit):
 def rotate_lanes(values, g):
     """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
     DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(
-        5
-    ):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
+    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
         if 1 << bit < DIMS:
             new = []
             for i in tl.static_range(DIMS):
@@ -160,9 +158,7 @@ def decode(
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
     DIMS: tl.constexpr = L.value_padded // 8  # of a lane
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
-    SCALED: tl.constexpr = softcap is not None or (
-        L.centered and PAGES > 1
-    )  # scores before anything common to the tile
+    SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     i_h, slot, heads, slots = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4

@@ -207,9 +207,7 @@ def rotate_means(
     page = tl.load(p_page_ids + i_b * stride_page_ids + entry, mask=exists, other=-1)
     d = tl.arange(0, BLOCK)
     p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
-    mean = tl.load(p_mean[:, None] + d[None, :], mask=(page >= 0)[:, None] & (d < DIM)[None, :], other=0.0).to(
-        tl.float32
-    )
+    mean = tl.load(p_mean[:, None] + d[None, :], mask=(page >= 0)[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
     if p_balance is not None:
         mean *= load_factors(p_balance + i_bh.to(tl.int64) * DIM, d, DIM)[None, :]
     high = mean.to(tl.float16)
@@ -222,9 +220,7 @@ def rotate_means(
             k = key_dims(n, piece_start(i, CHUNKS), piece_size(i, CHUNKS), PADDED)
             signs = tl.load(p_signs + k[:, None] * BLOCK + d[None, :]).to(tl.float16).trans(1, 0)  # [BLOCK, 32]
             x = tl.dot(rest, signs, tl.dot(high, signs)) * (FOURTH * PADDED**-0.5)
-            tl.store(
-                p_row[:, None] + (32 * piece_start(i, CHUNKS) + n)[None, :], x.to(tl.float16), mask=exists[:, None]
-            )
+            tl.store(p_row[:, None] + (32 * piece_start(i, CHUNKS) + n)[None, :], x.to(tl.float16), mask=exists[:, None])
 
 
 @triton.jit(
@@ -281,9 +277,7 @@ def extend(
     if p_mask is not None:
         p_keep = p_mask + i_b.to(tl.int64) * mask_b
     token = tl.arange(0, TOKENS)
-    token = (
-        token // 32 * 32 + token // 2 % 4 * 8 + token // 8 % 4 * 2 + token % 2
-    )  # of the tile, in the order of positions
+    token = token // 32 * 32 + token // 2 % 4 * 8 + token // 8 % 4 * 2 + token % 2  # of the tile, in the order of positions
 
     acc = []
     for i in tl.static_range(pieces(VALUE_CHUNKS)):
@@ -329,13 +323,9 @@ def extend(
             if KEY_FORMAT == "lloyd_max":
                 scale = load_field(p_metadata, live, 0, L.fields)[:, :, None]
                 if L.centered:
-                    of_group = (i_bh.to(tl.int64) * capacity + first_entry + group_of_tile // L.groups) * (
-                        L.key_padded // 4
-                    )
+                    of_group = (i_bh.to(tl.int64) * capacity + first_entry + group_of_tile // L.groups) * (L.key_padded // 4)
                     four = 8 * piece_start(i, CHUNKS) + tl.arange(0, 8 * piece_size(i, CHUNKS))
-                    mean = four_halves(
-                        tl.load(p_means + of_group[:, None] + four[None, :], mask=live[:, None], other=0)
-                    )
+                    mean = four_halves(tl.load(p_means + of_group[:, None] + four[None, :], mask=live[:, None], other=0))
                     keys = multiply_add(keys, scale, mean.reshape(TILE, 1, 32 * piece_size(i, CHUNKS)))
                 else:
                     keys = multiply(keys, scale)
@@ -346,9 +336,7 @@ def extend(
 
         if p_mask is not None:
             if PER_QUERY:
-                p_each = (
-                    p_keep + position.to(tl.int64)[None, :] * mask_k + (column // group).to(tl.int64)[:, None] * mask_q
-                )
+                p_each = p_keep + position.to(tl.int64)[None, :] * mask_k + (column // group).to(tl.int64)[:, None] * mask_q
                 keep = tl.load(p_each, mask=exists[None, :] & inside[:, None], other=0) != 0
             else:
                 keep = (tl.load(p_keep + position.to(tl.int64) * mask_k, mask=exists, other=0) != 0)[None, :]

@@ -49,9 +49,7 @@ def plan(
         inside = column < columns
         p_rows = p_query + i_b.to(tl.int64) * stride_qb + (i_h * group + column % group).to(tl.int64) * stride_qh
         p_rows += (column // group).to(tl.int64) * stride_qt
-        query = tl.load(p_rows[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0).to(
-            tl.float32
-        )
+        query = tl.load(p_rows[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
         above, inverse = power_of_two_above(tl.sqrt(tl.sum(query * query, 1)))
         factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
         operand = (query * inverse[:, None]).to(tl.float16).trans(1, 0)

@@ -274,9 +274,7 @@ def pack_pages(
     keep_row = i_b.to(tl.int64) * stride_keep
     real = real_tokens(tile, first, None, keep_row)  # what the mask hides now, a later one may show: it is stored
     if i_part % 2 == 0:
-        key_rows = token_rows(
-            tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM
-        )
+        key_rows = token_rows(tile, length, i_b, i_h, p_key, stride_kb, stride_kh, stride_kt, p_ring_key, slots, KEY_DIM)
         if CENTER_KEYS:
             total = tl.zeros([32, KEY_BLOCK], tl.float32)
             count = 0
