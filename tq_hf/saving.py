@@ -51,8 +51,14 @@ _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def model_facts(config: Any) -> dict[str, str | int]:
     """What a model's text config says of its kind and shape, as far as it says it in plain numbers."""
-    facts = ((name, getattr(config, name, None)) for name in _FACTS)
-    return {name: value for name, value in facts if isinstance(value, (str, int))}
+    varying = getattr(config, "per_layer_attributes", None) or ()  # which transformers refuses to read from the whole config
+
+    def fact(name: str) -> Any:
+        if name in varying:
+            return " ".join(str(getattr(layer, name, None)) for layer in config.per_layer_config)
+        return getattr(config, name, None)
+
+    return {name: value for name in _FACTS if isinstance(value := fact(name), (str, int))}
 
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:

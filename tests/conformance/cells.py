@@ -28,7 +28,6 @@ class Refusal:
 NO_ATTENTION = ("mamba",)
 # Families none of whose layers are packed, and why: their cells must agree with `DynamicCache`, and pack nothing.
 UNPACKED: dict[str, str] = {
-    "mistral_sliding": "All layers have a sliding window and keep transformers' own class; it works, but packs nothing.",
     "deepseek_v3_mla": "Latents stay exact, in transformers' own layers; it works, but packs nothing.",
     "gemma4_d512": "Layers of head_dim 512 stay exact, in transformers' own class; it works, but packs nothing.",
 }
