@@ -31,7 +31,7 @@ from .pages import BlockTable
 from .reports import CacheReport, stock_report
 from .saving import model_facts
 from .sliding import SlidingLayer, SlidingTable
-from .stock_layers import all_or_nothing, move_stock
+from .stock_layers import all_or_nothing, contents, move_stock
 
 logger = logging.get_logger(__name__)
 
@@ -295,7 +295,7 @@ class TurboQuantCache(DynamicCache):
                 "a static cache has pages for one continuation only: use copy.deepcopy(cache), or make the cache without"
                 " max_cache_len."
             )
-        if not self._settled_layers():
+        if not self._settled_layers() and not any(contents(layer)[1] for layer in self._stock_layers):
             raise ValueError("this cache is empty, there is nothing to fork: fill it first, or make new ones.")
         return [self._fork() for _ in range(n)]
 
