@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from tq_hf import CacheReport, LayerReport, TurboQuantConfig
 from tq_hf.attention import turboquant_attention, turboquant_mask
-from tq_hf.cache import stock_report
+from tq_hf.reports import stock_report
 
 from .outlier_split import Conditioning, Split, bytes_per_token, condition, pages_as_read
 

@@ -182,8 +182,6 @@ def test_one_layer_cannot_be_edited_alone() -> None:
     for edit, arguments in (("reset", ()), ("crop", (-1,)), ("reorder_cache", (torch.tensor([0]),))):
         with pytest.raises(RuntimeError, match="share one block table"):
             getattr(cache.layers[0], edit)(*arguments)
-    with pytest.raises(RuntimeError, match="offloading is not supported"):
-        cache.offload(0)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant", "eager"])
@@ -385,11 +383,6 @@ def test_rows_that_do_not_exist_are_refused_and_nothing_changes(indices: list[An
     assert all(torch.equal(a, b) for a, b in zip(before, held_tensors(cache), strict=True))
     cache.batch_select_indices(torch.tensor([0, -1]))
     assert cache.batch_size == 2
-
-
-def test_static_rows_cannot_be_reordered() -> None:
-    with pytest.raises(NotImplementedError, match="without max_cache_len"):
-        filled(100, max_cache_len=200).reorder_cache(torch.tensor([0]))
 
 
 def test_a_deep_copy_is_independent() -> None:

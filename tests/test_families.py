@@ -126,7 +126,7 @@ def test_static_caches_give_the_tokens_of_dynamic_cache(family: str, cache_class
     assert torch.equal(result.sequences, expected.sequences)
     for given, wanted in zip(result.logits, expected.logits, strict=True):
         assert torch.allclose(given, wanted, atol=2e-5, rtol=1e-4)
-    if cache_class is TurboQuantCache and family not in UNPACKED:
+    if cache_class is TurboQuantCache and family not in (*UNPACKED, "mistral_sliding"):
         assert cache.report().packed_tokens >= 2 * 64
 
 

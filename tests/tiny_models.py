@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict] = {
     },
     "gpt_neox": {"config": "GPTNeoXConfig", **COMMON, "num_attention_heads": 4},
     "gpt2": {"config": "GPT2Config", "vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512},
-    "mistral_sliding": {"config": "MistralConfig", **COMMON, **HEADS, "sliding_window": 24},
+    "mistral_sliding": {"config": "MistralConfig", **COMMON, **HEADS, "head_dim": 32, "sliding_window": 64},
     "mistral_full": {"config": "MistralConfig", **COMMON, **HEADS, "sliding_window": None},
     "gemma3_d256": {
         "config": "Gemma3TextConfig", **COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256,
@@ -124,7 +124,6 @@ FAMILIES: dict[str, dict] = {
 
 # Families of which no layer has pages, and what the cache says of it.
 UNPACKED = {
-    "mistral_sliding": "DynamicSlidingWindowLayer",
     "mamba": "LinearAttentionLayer",
     "deepseek_v3_mla": "latents stay exact",
     "gemma4_d512": "this one is 512",

@@ -4,10 +4,10 @@ Importing the package registers the attention function `"turboquant"`.
 """
 
 from .attention import ATTENTION_NAME
-from .cache import CacheReport, TurboQuantCache
+from .cache import TurboQuantCache
 from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
 from .enable import disable, enable
-from .layer import LayerReport
+from .reports import CacheReport, LayerReport
 
 __version__ = "0.1.0"
 __all__ = [

@@ -170,11 +170,13 @@ def _packed(
     if mask is not None:
         complete = mask.dtype == torch.bool
         layer.require_mask(key, query, mask)
-    if sliding_window is not None and sliding_window < key.shape[2]:
+    if sliding_window is not None and sliding_window < key.shape[2] and sliding_window != layer.sliding_window:
         layer.drop(step)
+        window = layer.sliding_window
+        listed = "full attention" if window is None else f"sliding attention over {window} tokens"
         raise ValueError(
-            f"sliding_window={sliding_window} on a layer that the config lists as full attention: its pages have no"
-            " window. Use attn_implementation='sdpa' with DynamicCache for this model."
+            f"sliding_window={sliding_window} on a layer that the config lists as {listed}, for which its pages are kept."
+            " Use attn_implementation='sdpa' with DynamicCache for this model."
         )
     causal = is_causal and not complete
     if step.is_first and softcap is None and s_aux is None and (mask is None or complete):

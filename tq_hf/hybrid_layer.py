@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from .config import TurboQuantConfig
-from .layer import LayerReport, TurboQuantLayer
+from .layer import TurboQuantLayer
 from .memory import storage_bytes
 from .pages import BlockTable
+from .reports import LayerReport
 
 
 class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
@@ -36,6 +38,11 @@ class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
     ) -> None:
         super().__init__(config, table, preset, guards_capacity)
         self.state = LinearAttentionLayer(number_of_states)
+
+    def fork(self, table: BlockTable) -> HybridLayer:
+        twin: HybridLayer = super().fork(table)
+        twin.state = copy.deepcopy(self.state)
+        return twin
 
     @property
     def is_compileable(self) -> bool:

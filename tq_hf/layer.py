@@ -9,7 +9,6 @@ Tokens are committed after attention has seen them, because only attention knows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,30 +17,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .config import MODEL_DTYPES, TurboQuantConfig
+from .layer_edits import LayerEdits
 from .layout import PageLayout
 from .memory import storage_bytes
 from .packed_kv import PackedKV, Step, kept_positions
 from .pages import BlockTable
+from .reports import LayerReport
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """What one layer holds: tokens over all rows (padding included), bytes of its real tensors."""
-
-    layer: int
-    kind: str
-    packed_tokens: int
-    exact_tokens: int
-    nbytes: int
-    bytes_bf16: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller than the same tokens in bfloat16."""
-        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
-
-
-class TurboQuantLayer(CacheLayerMixin):
+class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     """Packed pages, an exact tail and exact first tokens of one full-attention layer.
 
     Args:
@@ -54,6 +38,7 @@ class TurboQuantLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    sliding_window: int | None = None
     is_croppable = True
     supports_early_init = True
 
@@ -63,18 +48,12 @@ class TurboQuantLayer(CacheLayerMixin):
         self.config = config
         self.table = table
         self.preset = preset
-        self._forget()
+        self.slot = table.add_layer()
+        self.begin()
 
     @property
     def is_compileable(self) -> bool:
         return self.table.is_static
-
-    def _forget(self) -> None:
-        self.is_initialized = False
-        self.length = self.packed_end = 0  # host counters, exact in the dynamic mode
-        self.is_empty = True
-        self.pending: Step | None = None
-        self._valid: tuple[object, ...] | None = None
 
     # -- storage -----------------------------------------------------------------------------------------------------
     @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
@@ -94,21 +73,26 @@ class TurboQuantLayer(CacheLayerMixin):
 
         ring = self.config.recent_window + self.config.page_size  # the most that is exact after a commit
         self.ring_key, self.ring_value = exact(ring, self.key_dim), exact(ring, self.value_dim)
-        self.sink_key = exact(self.config.sink_tokens, self.key_dim)
-        self.sink_value = exact(self.config.sink_tokens, self.value_dim)
+        self.sink_key = exact(self.table.sink_tokens, self.key_dim)
+        self.sink_value = exact(self.table.sink_tokens, self.value_dim)
         pages = self.table.pages.capacity if self.table.is_static else 0
-        self.pool = torch.zeros(pages, heads, layout.page_words, dtype=torch.int32, device=self.device)
+        if not self.table.pages.holds(self.slot):
+            shape = (pages, heads, layout.page_words)
+            self.table.pages.put(self.slot, torch.zeros(shape, dtype=torch.int32, device=self.device))
         self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
-        self.counters[1] = self.packed_end = self.config.sink_tokens
+        self.counters[1] = self.packed_end = self.table.sink_tokens
         self.balance = self.query_energy = None
         if self.config.balance_keys:
             shape = (batch, heads, self.key_dim)
             self.balance = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.query_energy = torch.zeros_like(self.balance)
         self.is_initialized = True
+        self.mark_static()
+
+    def mark_static(self) -> None:
+        """Static mode: tell the compiler that addresses stay, so that CUDA graphs read and write the state in place."""
         if self.table.is_static and not torch.compiler.is_compiling():
-            # A fixed address lets CUDA graphs read and write the state in place.
             for tensor in self.tensors() + self.table.tensors():
                 torch._dynamo.mark_static_address(tensor)
 
@@ -116,22 +100,15 @@ class TurboQuantLayer(CacheLayerMixin):
         """Every tensor that this layer holds, once (the shared block table is not among them)."""
         if not self.is_initialized:
             return []
-        state = [self.pool, self.ring_key, self.ring_value, self.sink_key, self.sink_value, self.flags, self.counters]
-        if self.balance is not None and self.query_energy is not None:
-            state += [self.balance, self.query_energy]
+        state = self.table.pages.tensors(self.slot) + [getattr(self, name) for name in self.state_names()]
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
         return state
 
-    @torch.inference_mode(False)
-    def _grow(self, pages: int) -> None:
-        """Make room for `pages` pages in the pool: at least 1/32 more than now, so that copies stay rare."""
-        have = self.pool.shape[0]
-        if pages <= have:
-            return
-        pool = self.pool.new_zeros((max(pages, have + have // 32), *self.pool.shape[1:]))
-        pool[:have] = self.pool
-        self.pool = pool
+    @property
+    def pool(self) -> Tensor:
+        """The packed pages of all rows, and of forks that share them: int32 [pages, H, page_words]."""
+        return self.table.pages.of(self.slot)
 
     # -- transformers' contract --------------------------------------------------------------------------------------
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[PackedKV, PackedKV]:
@@ -156,13 +133,18 @@ class TurboQuantLayer(CacheLayerMixin):
                 self._valid = _signature(key_states, value_states)
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
+        self._make_way(key_states.shape[2])
         self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
         return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+
+    def _make_way(self, new: int) -> None:
+        """Called before `new` tokens come in: a layer that forgets does so here."""
 
     def _accept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """New states in the dtype they are kept in; makes the tensors where these are the first."""
         device = key.device.type
-        if torch.is_autocast_enabled(device):  # rotary embeddings leave keys in float32 there; attention would cast both
+        if device != "meta" and torch.is_autocast_enabled(device):
+            # Rotary embeddings leave keys in float32 there; attention would cast both.
             dtype = torch.get_autocast_dtype(device)
             key, value = key.to(dtype), value.to(dtype)
         self._validate(key, value)
@@ -177,7 +159,9 @@ class TurboQuantLayer(CacheLayerMixin):
                 " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
             )
         if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
-            raise ValueError(f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}.")
+            raise ValueError(
+                f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
+            )
         if value.device != key.device:
             raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
         rows = self.table.batch_size
@@ -201,14 +185,18 @@ class TurboQuantLayer(CacheLayerMixin):
     def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
         """The layout for such states, or `ValueError` where they have none or it cannot serve a static cache."""
         layout = self.config.layout(key.shape[-1], value.shape[-1], key.dtype)
-        if self.table.is_static and key.device.type != "cpu" and not ops.has_kernels(layout.name):
+        self.require_kernels(layout, key.device)
+        return layout
+
+    def require_kernels(self, layout: PageLayout, device: torch.device) -> None:
+        """Raise `ValueError` if the cache is static and the layout has no kernels for `device`."""
+        if self.table.is_static and device.type != "cpu" and not ops.has_kernels(layout.name):
             raise ValueError(
-                f"max_cache_len={self.table.max_cache_len} on {key.device} needs Triton kernels, and there are none for"
+                f"max_cache_len={self.table.max_cache_len} on {device} needs Triton kernels, and there are none for"
                 f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
                 f" scale={layout.scale!r}: leave max_cache_len out, choose another preset, or run on"
                 " the CPU."
             )
-        return layout
 
     def _check_capacity(self, new: int) -> None:
         limit = self.table.max_cache_len
@@ -218,6 +206,10 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def visible_length(self, step: Step) -> int:
         """Key positions that `step`'s handles show."""
+        return self._known_length(step)
+
+    def _known_length(self, step: Step) -> int:
+        """Key positions up to the step's last one, from the table's origin on."""
         if self.table.max_cache_len is not None:
             return self.table.max_cache_len
         return step.start + step.new
@@ -314,7 +306,7 @@ class TurboQuantLayer(CacheLayerMixin):
         learns = self._learns_balance()
         keep = None
         if mask is not None and (due or starts or learns):
-            keep = kept_positions(mask, key.shape[0])
+            keep = self._kept(step, mask)
             if starts:
                 table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
         if learns:
@@ -324,7 +316,8 @@ class TurboQuantLayer(CacheLayerMixin):
             if due:
                 self.packed_end += due * self.config.page_size
                 table.reserve(self.packed_end)
-                self._grow(table.pages.capacity)
+                table.pages.grow(self.slot, table.pages.capacity)
+                table.pages.note_written(self.slot)
         ops.commit(
             key,
             value,
@@ -338,6 +331,12 @@ class TurboQuantLayer(CacheLayerMixin):
         step.committed = True
         self.is_empty = False
         self.pending = None
+        if self.offload_after_commit:
+            self.offload()
+
+    def _kept(self, step: Step, mask: Tensor) -> Tensor:
+        """Which positions of each row a step's mask shows to some query, [B, >= length + n]."""
+        return kept_positions(mask, step.key.shape[0])
 
     def _learns_balance(self) -> bool:
         """Whether new tokens may take part in the balance of key channels; the static mode cannot tell on the host."""
@@ -383,10 +382,13 @@ class TurboQuantLayer(CacheLayerMixin):
             self.pending = None
 
     def _require_newest(self, step: Step) -> None:
-        if step.committed and not self.table.is_static and self.length != step.start + step.new:
+        if not step.committed or self.table.is_static:
+            return
+        shown, held = step.start + step.new, self.length
+        if (shown, step.origin) != (held, self.table.origin):
             raise RuntimeError(
-                f"these keys and values show the cache at {step.start + step.new} tokens, and it holds"
-                f" {self.length} by now: use what the newest cache.update() returned."
+                f"these keys and values show the cache at {step.origin + shown} tokens, and it holds"
+                f" {self.table.origin + held} by now: use what the newest cache.update() returned."
             )
 
     def flush(self) -> None:
@@ -408,7 +410,7 @@ class TurboQuantLayer(CacheLayerMixin):
         return step.dense
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
-        dense = ops.gather(*self._state(), self.layout_name, self.visible_length(step))
+        dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
         first: Any = step.start
         if self.table.is_static:
             first = self.counters[0] - step.new if step.committed else self.counters[0]
@@ -438,48 +440,26 @@ class TurboQuantLayer(CacheLayerMixin):
         )
 
     def offload(self) -> None:
-        raise RuntimeError("offloading is not supported by TurboQuantCache: its packed pages stay on the device.")
+        """Move the packed pages to host memory until they are read again. Exact tokens, which are few, stay.
 
-    prefetch = offload
+        Between `update` and attention, where transformers calls this, attention still has to read them: then they go right
+        after it.
+
+        Raises:
+            RuntimeError: in the static mode, where a captured graph knows the addresses.
+        """
+        if self.table.is_static:
+            raise RuntimeError("a static TurboQuantCache cannot be offloaded: make it without max_cache_len.")
+        self.offload_after_commit = self.pending is not None
+        if self.is_initialized and self.pending is None:
+            self.table.pages.offload(self.slot)
+
+    def prefetch(self) -> None:
+        """Bring offloaded pages back ahead of their use."""
+        if self.is_initialized:
+            self.table.pages.fetch(self.slot)
+
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
-
-    # -- edits that the cache makes on all layers together -------------------------------------------------------------
-    def forget(self) -> None:
-        """Drop every token. The static mode keeps its tensors, whose addresses a compiled graph knows."""
-        if self.table.is_static and self.is_initialized:
-            self.pending = None
-            self.is_empty = True
-            self.counters.zero_()
-            self.counters[1] = self.config.sink_tokens
-            self.flags.zero_()
-            self._forget_balance()
-            return
-        self._forget()
-        tensors = "pool ring_key ring_value sink_key sink_value flags counters on_device balance query_energy"
-        for name in tensors.split():
-            self.__dict__.pop(name, None)
-
-    def _forget_balance(self) -> None:
-        if self.balance is not None and self.query_energy is not None:
-            self.balance.zero_()
-            self.query_energy.zero_()
-
-    def cut(self, length: int, packed_end: int, used: int, no_page_left: bool) -> None:
-        """Forget positions from `length` on, as the table has done (`BlockTable.crop`); factors go with the last page."""
-        self.length, self.packed_end = length, packed_end
-        self.is_empty = length == 0
-        if no_page_left:
-            self._forget_balance()
-        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
-
-    @torch.inference_mode(False)
-    def select_rows(self, indices: Tensor) -> None:
-        """Copy the exact parts of rows; their pages moved in the table."""
-        self._valid = None
-        index = indices.to(self.device)
-        names = ["ring_key", "ring_value", "sink_key", "sink_value"]
-        for name in names if self.balance is None else [*names, "balance", "query_energy"]:
-            setattr(self, name, getattr(self, name).index_select(0, index))
 
     # -- reports -----------------------------------------------------------------------------------------------------
     @property

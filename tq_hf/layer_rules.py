@@ -28,7 +28,7 @@ def boundary_layers(config: Any, packable: Sequence[int], count: int) -> set[int
     """The layers to keep exact at the ends of a dense model.
 
     A model whose layers alternate between full and sliding attention (Gemma 3) is dense in vLLM's eyes, which counts all
-    layers and quantizes both kinds. So places are counted among all layers here too, although sliding layers are never
+    layers and quantizes both kinds. So places are counted among all layers here too, although not every sliding layer is
     packed: what stays exact is the same in both, and a full layer in the middle doesn't become a boundary because its
     neighbours are of another kind.
 

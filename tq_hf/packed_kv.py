@@ -7,6 +7,7 @@ same path; anything else sees a dense tensor, dequantized when it is first neede
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,19 +29,33 @@ class Step:
         rows: the same as the ops want them: no gradient, each vector contiguous.
         new: n, the number of these tokens.
         is_first: nothing was cached before; attention over the raw states is complete.
-        start: positions cached before these tokens (host knowledge; the dynamic mode only).
+        start: positions cached before these tokens (host knowledge; the dynamic mode only), counted from `origin`.
+        origin: the layer's `BlockTable.origin` when they came.
         committed: whether the layer has taken the tokens in.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "rows", "start", "value")
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "origin", "rows", "start", "value")
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
-        self.layer, self.key, self.value = layer, key, value
-        self.rows = (_row_vectors(key), _row_vectors(value))
-        self.new = key.shape[2]
-        self.is_first, self.start = is_first, start
+        self.layer = layer
+        self._take(key, value)
+        self.is_first, self.start, self.origin = is_first, start, layer.table.origin
         self.committed = False
         self.dense: tuple[Tensor, Tensor] | None = None
+
+    def _take(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key, value
+        self.rows = (_row_vectors(key), _row_vectors(value))
+        self.new = key.shape[2]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """For a cache that is copied between `update` and attention: the copy takes the tokens in at its next use."""
+        memo[id(self)] = twin = object.__new__(Step)
+        twin._take(self.key.detach().clone(), self.value.detach().clone())
+        twin.is_first, twin.start, twin.origin = self.is_first, self.start, self.origin
+        twin.committed, twin.dense = self.committed, None
+        twin.layer = copy.deepcopy(self.layer, memo)
+        return twin
 
 
 def _row_vectors(states: Tensor) -> Tensor:

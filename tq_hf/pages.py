@@ -1,64 +1,26 @@
-"""Pages and the block table: which page holds which positions of which row.
+"""The block table: which page holds which positions of which row.
 
 Pages never change once written, so rows may share them: edits of the table (crop, reordering, repeating) move page ids
-and reference counts, never packed data. All packed layers of a cache advance together, so they share one table: page 7
-of layer 0 and page 7 of layer 5 hold the same positions of the same row, each in its own layer's pool.
+and reference counts, never packed data. All packed layers of a cache advance together, so they share one table.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
+
+from .page_pool import NO_PAGE, PagePool
 
 logger = logging.getLogger(__name__)
 
-NO_PAGE = -1
 # Spare entries of a static table: each crop that cuts into a page leaves one entry shorter than a page.
 SPARE_ENTRIES = 4
-
-
-class PageAllocator:
-    """Hands out page ids, counts how many rows use each, and takes them back.
-
-    Attributes:
-        capacity: one more than the largest id handed out so far; a layer's pool has at least so many pages.
-    """
-
-    def __init__(self) -> None:
-        self.references: list[int] = []
-        self.free: list[int] = []
-
-    @property
-    def capacity(self) -> int:
-        return len(self.references)
-
-    @property
-    def used(self) -> int:
-        """Pages that at least one row uses."""
-        return len(self.references) - len(self.free)
-
-    def allocate(self) -> int:
-        page = self.free.pop() if self.free else len(self.references)
-        if page == len(self.references):
-            self.references.append(0)
-        self.references[page] = 1
-        return page
-
-    def share(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            if page != NO_PAGE:
-                self.references[page] += 1
-
-    def release(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            if page == NO_PAGE:
-                continue
-            self.references[page] -= 1
-            if self.references[page] == 0:
-                self.free.append(page)
 
 
 class BlockTable:
@@ -75,13 +37,22 @@ class BlockTable:
         max_cache_len: capacity in tokens, for the static mode.
     """
 
+    origin = 0  # the position that all others count from; a table for sliding layers moves it
+
     def __init__(self, page_size: int, sink_tokens: int, recent_window: int, max_cache_len: int | None = None) -> None:
         self.page_size = page_size
         self.sink_tokens = sink_tokens
         self.recent_window = recent_window
         self.max_cache_len = max_cache_len
         self.dense_read_noted = False
+        self.slots = 0
+        self.rows: list[list[int]] | None = None
         self.clear()
+
+    def add_layer(self) -> int:
+        """The slot by which one more layer finds its pages."""
+        self.slots += 1
+        return self.slots - 1
 
     @property
     def is_static(self) -> bool:
@@ -100,9 +71,10 @@ class BlockTable:
         return packable // self.page_size + SPARE_ENTRIES
 
     def clear(self) -> None:
-        """Forget everything, as before the first token."""
-        self.pages = PageAllocator()
-        self.rows: list[list[int]] | None = None
+        """Forget everything, as before the first token. Pages that forks share stay theirs."""
+        self._leave()
+        self._use(PagePool())
+        self.rows = None
         self.spans: list[tuple[int, int]] = []
         self._start_rows_at([])
         self.packed_end = self.sink_tokens
@@ -113,6 +85,18 @@ class BlockTable:
         """Note where rows start, and the latest of these positions: layers ask for it at every step."""
         self.row_starts = positions
         self.latest_start = max(positions, default=0)
+
+    def _use(self, pages: PagePool) -> None:
+        self.pages = pages
+        pages.users.add(self)
+
+    def _leave(self) -> None:
+        pages: PagePool | None = self.__dict__.get("pages")
+        if pages is not None and self.rows:
+            pages.release_later(self.rows)
+            pages.users.discard(self)
+
+    __del__ = _leave  # a fork that is dropped gives its pages back
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
@@ -158,17 +142,22 @@ class BlockTable:
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
         assert self.rows is not None
+        if self.packed_end < packed_end:
+            self.pages.compact()
         first_new = len(self.spans)
         while self.packed_end < packed_end:
             start, end = self.packed_end, self.packed_end + self.page_size
             self.spans.append((start, self.page_size))
             for row, row_start in zip(self.rows, self.row_starts, strict=True):
-                only_padding = end <= row_start + self.sink_tokens
-                row.append(NO_PAGE if only_padding else self.pages.allocate())
+                row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
             self.packed_end = end
         if len(self.spans) > first_new:
             for device_table in self._devices.values():
                 device_table.write(self, first_new)
+
+    def _needs_page(self, end: int, row_start: int) -> bool:
+        """Whether a page that ends there has anything to hold but padding and sinks."""
+        return end > row_start + self.sink_tokens
 
     def trim(self, length: int) -> None:
         """Forget row starts beyond `length`: such rows have nothing but padding left, and start anew."""
@@ -205,13 +194,14 @@ class BlockTable:
                     " or use a cache without max_cache_len."
                 )
             self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
-            for device_table in self._devices.values():
-                device_table.write_spans(self)
+            self._own_entries(len(kept))
+            self._rewrite()
             return end, len(kept)
         for row in self.rows or []:
             self.pages.release(row[len(kept) :])
             del row[len(kept) :]
         self.spans, self.packed_end = kept, end
+        self.pages.compact()
         self._refresh()
         return end, len(kept)
 
@@ -219,8 +209,9 @@ class BlockTable:
         """Static mode: as before the first token, every tensor at its address."""
         self._start_rows_at([0] * len(self.row_starts))
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
+        self._own_entries(0)
+        self._rewrite()
         for device_table in self._devices.values():
-            device_table.write_spans(self)
             device_table.row_start.zero_()
 
     def note_dense_read(self) -> None:
@@ -249,7 +240,143 @@ class BlockTable:
             self.pages.release(row)
         self.rows = chosen
         self._start_rows_at([self.row_starts[i] for i in indices])
+        self.pages.compact()
         self._refresh()
+
+    def renumber(self, number: Mapping[int, int]) -> None:
+        """Use `number[page]` for every page: the pool has moved them."""
+        for row in self.rows or []:
+            row[:] = [number.get(page, NO_PAGE) for page in row]
+        self._refresh()
+
+    # -- static mode -------------------------------------------------------------------------------------------------
+    def permute_rows(self, indices: Sequence[int], used: int) -> None:
+        """Static mode: make row i a copy of row `indices[i]`, every tensor at its address.
+
+        The `used` entries in use are shared; for those to come, each row keeps pages of its own.
+        """
+        assert self.rows is not None
+        past = [self.rows[i][:used] for i in indices]
+        for row in past:
+            self.pages.share(row)
+        for row, pages in zip(self.rows, past, strict=True):
+            self.pages.release(row[:used])
+            row[:used] = pages
+        self._rewrite()
+        for device_table in self._devices.values():
+            starts = device_table.row_start
+            starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
+
+    def restore(
+        self, page_ids: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], row_starts: Sequence[int], pages: int
+    ) -> list[int]:
+        """Hold the rows of a saved table, whose pages are numbered from 0 (`saving.py`), in place of none.
+
+        Returns:
+            The page id that each of the `pages` saved ones gets here.
+        """
+        self.begin(len(row_starts))
+        assert self.rows is not None
+        place = list(range(pages))
+        end = sum(spans[-1]) if spans else self.sink_tokens
+        if self.is_static:
+            placed: dict[int, int] = {}
+            for row, saved in zip(self.rows, page_ids, strict=True):
+                for entry, page in enumerate(saved):
+                    own = row[entry]
+                    row[entry] = placed.setdefault(page, own)
+                    if row[entry] != own:
+                        self.pages.release([own])
+                        self.pages.share([row[entry]])
+            place = [placed[page] for page in place]
+            room = len(self.spans) - len(spans)
+            self.spans = [*spans, *((end + e * self.page_size, self.page_size) for e in range(room))]
+            self._rewrite()
+            for device_table in self._devices.values():
+                device_table.row_start.copy_(_int32(row_starts))
+            return place
+        self.pages.references = [0] * pages
+        self.rows = [list(row) for row in page_ids]
+        for row in self.rows:
+            self.pages.share(row)
+        self.spans, self.packed_end = list(spans), end
+        self._start_rows_at(list(row_starts))
+        self._refresh()
+        return place
+
+    def _own_entries(self, used: int) -> None:
+        """Static mode: give each row a page of its own for every entry from `used` on, which it is going to write.
+
+        There are as many pages as entries of all rows, so as long as rows share one, another is free.
+        """
+        for row in self.rows or []:
+            for entry in range(used, len(row)):
+                if self.pages.references[row[entry]] > 1:
+                    self.pages.release(row[entry : entry + 1])
+                    row[entry] = self.pages.allocate()
+
+    def _rewrite(self) -> None:
+        for device_table in self._devices.values():
+            device_table.write(self, 0)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+    def fork(self) -> Self:
+        """A table of the same pages (dynamic mode)."""
+        twin = self._twin()
+        for row in twin.rows or []:
+            self.pages.share(row)
+        twin._use(PagePool() if self.rows is None else self.pages)
+        return twin
+
+    def move(self, device: torch.device) -> None:
+        """Put the pages and this table's tensors on `device`. Other tables of the pool keep theirs."""
+        starts = [device_table.row_start for device_table in self._devices.values()]
+        pages, rows = self._copied_pages(device)
+        self._leave()
+        self.rows = rows
+        self._use(pages)
+        self._devices = {}
+        if starts:
+            self.on(device).row_start.copy_(starts[0])
+
+    def _twin(self) -> Self:
+        """The same rows and spans, without a pool and without tensors."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        del twin.pages
+        twin.rows = None if self.rows is None else [list(row) for row in self.rows]
+        twin.spans, twin.row_starts = list(self.spans), list(self.row_starts)
+        twin._devices = {}
+        return twin
+
+    def _copied_pages(self, device: torch.device | None = None) -> tuple[PagePool, list[list[int]] | None]:
+        """A pool with copies of the pages that the rows use, and the rows in its numbers.
+
+        Static mode: of all pages, by the same numbers, since every one is some row's to write.
+        """
+        rows = self.rows or []
+        used = {page for row in rows for page in row} - {NO_PAGE}
+        kept = list(range(self.pages.capacity)) if self.is_static else sorted(used)
+        pages = self.pages.copy(kept, device)
+        number = dict(zip(kept, range(len(kept)), strict=True))
+        rows = [[number.get(page, NO_PAGE) for page in row] for row in rows]
+        for row in rows:
+            pages.share(row)
+        pages.free = [page for page, references in enumerate(pages.references) if not references]
+        return pages, None if self.rows is None else rows
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # unpickling
+        self.__dict__.update(state)
+        self._use(self.pages)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = self._twin()
+        pages, twin.rows = self._copied_pages()
+        twin._use(pages)
+        twin._devices = copy.deepcopy(self._devices, memo)  # layers know these objects too
+        if not self.is_static:
+            twin._refresh()
+        return twin
 
     # -- device side -------------------------------------------------------------------------------------------------
     def on(self, device: torch.device) -> DeviceTable:
@@ -299,10 +426,6 @@ class DeviceTable:
         if last > first:
             self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
             self.entries[first:last].copy_(_int32(table.spans[first:]))
-
-    def write_spans(self, table: BlockTable) -> None:
-        """Write all spans in place, for a table whose addresses must not move."""
-        self.entries.copy_(_int32(table.spans))
 
 
 def _int32(values: Sequence[object]) -> Tensor:

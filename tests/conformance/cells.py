@@ -28,9 +28,13 @@ class Refusal:
 NO_ATTENTION = ("mamba",)
 # Families none of whose layers are packed, and why: their cells must agree with `DynamicCache`, and pack nothing.
 UNPACKED: dict[str, str] = {
-    "mistral_sliding": "All layers have a sliding window and keep transformers' own class; it works, but packs nothing.",
     "deepseek_v3_mla": "Latents stay exact, in transformers' own layers; it works, but packs nothing.",
     "gemma4_d512": "Layers of head_dim 512 stay exact, in transformers' own class; it works, but packs nothing.",
+}
+# The same of modes with a static cache.
+STATIC = ("static", "static_chunked")
+UNPACKED_STATIC = {
+    "mistral_sliding": "In a static cache, layers with a window keep transformers' own class; it works, but packs nothing.",
 }
 STATE = ("qwen3_next", "jamba", "falcon_h1", "zamba2")  # a recurrent state beside attention
 _DRAFTS = Refusal("transformers refuses drafts for models with a recurrent state.", "stateful models")
@@ -41,7 +45,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     **{(mode, family): _DRAFTS for mode in ("assisted", "prompt_lookup") for family in STATE},
     **{("embeddings", family): _EMBEDS for family in ("falcon_h1", "zamba2", "gemma3_vision")},
     **{("whole_mask", family): _MASK for family in ("bloom_alibi", "falcon_alibi")},
-    **{(mode, "falcon_alibi"): _MASK for mode in ("static", "static_chunked")},
+    **{(mode, "falcon_alibi"): _MASK for mode in STATIC},
     ("chosen_rows", "qwen2_vl"): _ROWS,
 }
 # Faults of transformers' own that its newest release no longer has.
@@ -73,7 +77,7 @@ class Cell:
 
     @property
     def unpacked(self) -> str | None:
-        return UNPACKED.get(self.family)
+        return UNPACKED.get(self.family) or (UNPACKED_STATIC.get(self.family) if self.mode in STATIC else None)
 
     @property
     def reason(self) -> str:

@@ -147,6 +147,28 @@ def copied_prefix(subject: Subject) -> Outcome:
 
 
 @mode
+def forked(subject: Subject) -> Outcome:
+    """Forked prompt cache."""
+    prefix, cache = prompt(1, 90), subject.cache()
+    subject.read(prefix, cache)
+    caches = [*subject.forks(cache, 2), cache]
+    return [
+        subject.generate(torch.cat([prefix, prompt(1, 20, seed)], 1), caches[i], new=8)
+        for i, seed in ((1, 2), (2, 3), (0, 4))
+    ]
+
+
+@mode
+def saved(subject: Subject) -> Outcome:
+    """Saved, loaded, then on."""
+    ids, mask = left_padded(90)
+    cache = subject.cache()
+    subject.read(subject.inputs(ids, mask), cache)
+    ids, mask = torch.cat([ids, prompt(2, 5, seed=2)], 1), torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
+    return [subject.generate(subject.inputs(ids, mask), subject.reloaded(cache))]
+
+
+@mode
 def chosen_rows(subject: Subject) -> Outcome:
     """Rows repeated, selected, reordered."""
     ids, cache = prompt(2, 60), subject.cache()

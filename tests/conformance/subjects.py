@@ -7,16 +7,19 @@ dtype, so that both must give the same tokens.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from tests.tiny_models import FAMILIES, attentions, cache_for, prompt, tiny_model, use_attention
 from tq_hf import TurboQuantCache, disable, enable
@@ -91,6 +94,14 @@ class Subject:
             if cache is None:
                 return self.model.generate(**inputs, **settings)
             return self.model.generate(**inputs, past_key_values=cache, **settings)
+
+    def forks(self, cache: Any, n: int) -> list[Any]:
+        """Caches that go on from here, each on its own."""
+        return [copy.deepcopy(cache) for _ in range(n)]
+
+    def reloaded(self, cache: Any) -> Any:
+        """The cache after it has been in a file."""
+        return copy.deepcopy(cache)
 
     def read(self, inputs: Tensor | dict[str, Any], cache: Any) -> None:
         """Fill the cache with these tokens."""
@@ -169,6 +180,23 @@ class Packed(Subject):
 
     def _decoder_cache(self, **options: Any) -> Any:
         return TurboQuantCache(self.model.config, self.preset, **SMALL, **options)
+
+    def forks(self, cache: Any, n: int) -> list[Any]:
+        return [self._around(cache, fork) for fork in self.made[-1].fork(n)]
+
+    def reloaded(self, cache: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            self.made[-1].save(Path(folder) / "cache")
+            return self._around(cache, TurboQuantCache.load(Path(folder) / "cache", self.model.config))
+
+    def _around(self, cache: Any, decoder: TurboQuantCache) -> Any:
+        """What `cache` is, with another decoder's half if it has two."""
+        self.made.append(decoder)
+        if not isinstance(cache, EncoderDecoderCache):
+            return decoder
+        whole = EncoderDecoderCache(decoder, copy.deepcopy(cache.cross_attention_cache))
+        whole.is_updated = dict(cache.is_updated)
+        return whole
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[PreTrainedModel]:

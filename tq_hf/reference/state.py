@@ -105,6 +105,10 @@ def commit(
     with torch.autocast(key.device.type, enabled=False):
         for i in range(0, due, step):
             count = min(step, due - i)
+            ids = page_ids[:, n_entries + i : n_entries + i + count]
+            stored = ids >= 0
+            if not stored.any():
+                continue
             start = packed_end + i * page.page_size
             end = start + count * page.page_size
             valid = torch.arange(start, end, dtype=torch.int64, device=key.device) >= first_packed.unsqueeze(1)
@@ -119,9 +123,8 @@ def commit(
                 averaged,
                 factors,
             )
-            ids = page_ids[:, n_entries + i : n_entries + i + count]
-            stored = ids >= 0
             pool[ids[stored].long()] = words.transpose(1, 2)[stored]
+            raised = raised.masked_fill(~stored.unsqueeze(1), 0)
             for bit in (1, 2, 4):
                 flags |= (raised & bit).amax((0, 2))
 

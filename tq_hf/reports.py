@@ -1,0 +1,85 @@
+"""What a cache and its layers hold: tokens packed and exact, bytes, the ratio to bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .memory import storage_bytes
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer holds: tokens over all rows (padding included), bytes of its real tensors."""
+
+    layer: int
+    kind: str
+    packed_tokens: int
+    exact_tokens: int
+    nbytes: int
+    bytes_bf16: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the same tokens in bfloat16."""
+        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds, layer by layer, counted from its real tensors. `str()` gives a Markdown table.
+
+    A static cache counts all that it has preallocated, however few tokens it holds yet.
+
+    Attributes:
+        preset: name of the preset.
+        layers: one `LayerReport` a layer.
+        table_bytes: bytes of the block table that the layers share.
+    """
+
+    preset: str
+    layers: tuple[LayerReport, ...]
+    table_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers) + self.table_bytes
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens in packed pages, summed over layers and rows."""
+        return sum(layer.packed_tokens for layer in self.layers)
+
+    @property
+    def exact_tokens(self) -> int:
+        return sum(layer.exact_tokens for layer in self.layers)
+
+    @property
+    def bytes_bf16(self) -> int:
+        """What the same tokens take in bfloat16."""
+        return sum(layer.bytes_bf16 for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """`bytes_bf16` over `nbytes`."""
+        return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
+
+    def __str__(self) -> str:
+        rows = ["| layer | kind | packed tokens | exact tokens | bytes | ratio to bf16 |", "| --- " * 6 + "|"]
+        total = LayerReport(-1, "", self.packed_tokens, self.exact_tokens, self.nbytes, self.bytes_bf16)
+        for r in (*self.layers, total):
+            name = "all" if r.layer < 0 else str(r.layer)
+            rows.append(f"| {name} | {r.kind} | {r.packed_tokens} | {r.exact_tokens} | {r.nbytes} | {r.ratio:.2f} |")
+        return "\n".join(rows)
+
+
+def stock_report(index: int, layer: Any) -> LayerReport:
+    """One of transformers' own layers: everything it holds is exact."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
+    tokens = held[0].shape[0] * held[0].shape[2] if held else 0
+    return LayerReport(
+        index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held)
+    )
