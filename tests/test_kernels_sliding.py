@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests.test_cache import states
 from tests.test_kernels_attend import INTERPRETED, TOLERANCE, interpreted
+from tests.test_kernels_store import State, assert_same_state
 from tq_hf import TurboQuantCache, reference
+from tq_hf.layout import PageLayout
 from tq_hf.sliding import SlidingLayer
 
 if INTERPRETED:
@@ -75,13 +77,26 @@ def test_commit_and_gather_of_a_slid_state(preset: str) -> None:
     layer.table.reserve(layer.packed_end + 32 * due)
     layer.table.pages.grow(layer.slot, layer.table.pages.capacity)
     assert any(page < 0 for page in layer.table.rows[0][-due:])
-    results = []
-    for module in (reference, kernels):
-        state = [t if t is None else t.clone() for t in layer._state()]
-        flags = layer.flags.clone()
-        module.commit(key, value, *state, flags, None, layer.layout_name, 8, due)
-        assert state[8].tolist()[0] == layer.length + 200
-        seen = [dense[:, :, -WINDOW:] for dense in module.gather(*state, layer.layout_name, layer.length + 200)]
-        results.append((*seen, flags, state[8]))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs) if ours.dtype == torch.int32 else close(ours, theirs)
+    expected, got = (State(*layer._state(), layer.flags).to("cpu") for _ in range(2))
+    for module, state in ((reference, expected), (kernels, got)):
+        module.commit(key, value, *state.read, state.flags, None, layer.layout_name, 8, due)
+        assert state.counters.tolist()[0] == layer.length + 200
+    assert_same_state(got, expected, PageLayout.from_name(layer.layout_name))
+    dense = (module.gather(*expected.read, layer.layout_name, layer.length + 200) for module in (kernels, reference))
+    for ours, theirs in zip(*dense, strict=True):
+        assert close(ours[:, :, -WINDOW:], theirs[:, :, -WINDOW:])
+
+
+@interpreted
+@pytest.mark.parametrize("queries", [1, 9])
+def test_attention_where_no_page_is_left(queries: int) -> None:
+    """Entries without a page and a pool that has none, as a crop into long padding leaves them: nothing can be read there."""
+    layer = slid_layer("tq4", [150, 37])
+    step, spans = layer.pending, layer.table.spans
+    assert step is not None and len(spans) > 0
+    state = State(*layer._state(), layer.flags)
+    state.pool, state.page_ids = state.pool[:0], torch.full_like(state.page_ids, -1)
+    query = states(queries, 2, heads=4, seed=9, dtype=torch.float16)
+    rest = (*state.read, None, None, layer.layout_name, 0.125, 0.0, False, len(spans))
+    expected = reference.attend(query.float(), step.key.float(), step.value.float(), *rest)
+    assert close(kernels.attend(query, step.key, step.value, *rest), expected)

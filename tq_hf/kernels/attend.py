@@ -63,7 +63,7 @@ def attend(
     if out.numel() == 0:
         return out
     if pool.shape[0] == 0:
-        max_entries = 0  # no page of any entry is there: what windows or padding have left
+        max_entries = 0  # entries without a page, of padding: nothing is there to be read
     dtype, device, new, sinks = ring_key.dtype, query.device, key.shape[2], sink_key.shape[2]
     query, key, value = _vectors(query, dtype), _vectors(key, dtype), _vectors(value, dtype)
     if mask is not None and mask.dtype is torch.bool:
