@@ -33,7 +33,7 @@ CODES = 0.25
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> PreTrainedModel:
-    """A family of `test_generate_sliding.SLIDING` with a window that packs, or "llama" with three layers of full attention."""
+    """A family of `test_generate_sliding` with a window that packs, or "llama" with three layers of full attention."""
     if family == "llama":
         model = tiny_model(num_hidden_layers=3, head_dim=64)
         model.set_attn_implementation("turboquant")
@@ -243,7 +243,7 @@ def dense_attention(
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, float]]:
-    """Of each attention call that is not a first prompt's: length, whether the layer has a window, and the relative error."""
+    """Of each attention call but a first prompt's: length, whether the layer has a window, and the relative error."""
     found: list[tuple[int, bool, float]] = []
     packed = attention._packed
 
@@ -304,7 +304,6 @@ def test_kernels_agree_with_eager_attention_and_with_the_cpu(family: str, preset
     # are not balanced.
     ids, mask = left_padded(2, 230, [0, 45 if preset == "raw" else 0])
     sizes = (100, 37, 3, *[1] * 50, 40)
-
 
     def logits_of(preset: str, device: str, name: str) -> Tensor:
         model = model_of(family, device=device)

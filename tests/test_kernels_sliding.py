@@ -90,7 +90,7 @@ def test_commit_and_gather_of_a_slid_state(preset: str) -> None:
 @interpreted
 @pytest.mark.parametrize("queries", [1, 9])
 def test_attention_where_no_page_is_left(queries: int) -> None:
-    """Entries without a page and a pool that has none, as a crop into long padding leaves them: nothing can be read there."""
+    """Entries without a page and a pool that has none, as a crop into long padding leaves them."""
     layer = slid_layer("tq4", [150, 37])
     step, spans = layer.pending, layer.table.spans
     assert step is not None and len(spans) > 0
