@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from tests.test_cache import held_tensors, states
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, sliding
 from tq_hf.attention import turboquant_attention
 from tq_hf.sliding import SlidingLayer, SlidingTable, packs_window, window_bytes
 
@@ -381,3 +381,36 @@ def test_the_readmes_table_is_the_arithmetic() -> None:
             own = (int(window) - 1) * 2 * int(dim) * 2
             packed = window_bytes(*shape)
             assert cell == (f"{own / packed:.2f}" if packs_window(*shape) else "larger: own layer")
+
+
+# -- host work ---------------------------------------------------------------------------------------------------------
+def test_the_layers_of_a_forward_pass_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is hidden of the history is put before a mask once, and again for another mask or one that was changed."""
+    cache = TurboQuantCache(mistral(layers=3), "raw", **SMALL)
+    made: list[Tensor] = []
+    original = sliding.pad
+    monkeypatch.setattr(sliding, "pad", lambda *args: made.append(original(*args)) or made[-1])
+
+    def attend(layer: int, mask: Tensor | None, seed: int) -> None:
+        handles = cache.update(states(1, 2, seed=seed), states(1, 2, seed=seed + 1), layer)
+        query, step = states(1, 2, seed=seed + 2), handles[0].step
+        keep = None if mask is None else mask != 0
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *step.layer._gather(step), attn_mask=keep)
+        out = turboquant_attention(torch.nn.Module(), query, *handles, mask, sliding_window=WINDOW)[0]
+        assert torch.allclose(out.transpose(1, 2), expected, atol=1e-5)
+
+    for layer in range(3):
+        cache.update(states(180, 2, seed=layer), states(180, 2, seed=-layer), layer)
+    flush(cache)
+    for mask in (None, torch.ones(2, 1, 1, WINDOW, dtype=torch.uint8)):
+        made.clear()
+        for layer in range(3):
+            attend(layer, mask, seed=10 * layer)
+        assert len(made) == 1
+        assert table_of(cache)._mask is None
+    made.clear()
+    attend(0, mask, seed=1)
+    mask[0, :, :, 5:60] = 0
+    attend(1, mask, seed=2)
+    attend(2, mask.clone(), seed=3)
+    assert len(made) == 3

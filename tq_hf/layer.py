@@ -204,15 +204,13 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
             torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
 
-    def visible_length(self, step: Step) -> int:
-        """Key positions that `step`'s handles show."""
-        return self._known_length(step)
-
     def _known_length(self, step: Step) -> int:
         """Key positions up to the step's last one, from the table's origin on."""
         if self.table.max_cache_len is not None:
             return self.table.max_cache_len
         return step.start + step.new
+
+    visible_length = _known_length  # key positions that a step's handles show
 
     def get_seq_length(self) -> Any:
         """Tokens in the cache: an int, or in the static mode a device scalar once there are any."""
@@ -234,9 +232,9 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 
     def _state(self) -> tuple[Tensor | None, ...]:
         """What every op reads, in the ops' order."""
-        table = self.on_device
+        pool, table = self.table.pages.of(self.slot), self.on_device
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        return (self.pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
+        return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
 
     # -- attention and storing ---------------------------------------------------------------------------------------
     def attend(

@@ -96,6 +96,7 @@ class SlidingTable(BlockTable):
         self.origin = self.kept_from = 0
         self.recording = False
         self._unneeded = self._released = 0
+        self._mask: tuple[Tensor | None, tuple[object, ...], Tensor] | None = None  # of a forward pass that is not over
         super().clear()
 
     def note_dense_read(self) -> None:
@@ -121,6 +122,22 @@ class SlidingTable(BlockTable):
     def can_read(self, step: Step) -> bool:
         """Whether all that the queries of a step see is still there."""
         return self.kept_from == 0 or step.origin + self.first_seen(step.start) >= self.kept_from
+
+    def mask_from_origin(self, mask: Tensor | None, hidden: int, shown: int, layer: SlidingLayer) -> Tensor:
+        """A mask over the `shown` positions (None keeps all) with zeros for the `hidden` ones before them.
+
+        The layers of a forward pass have the same mask: what the first of them gets is kept up to the last of them.
+        """
+        version = None if mask is None or mask.is_inference() else mask._version
+        asked = (hidden, shown, layer.device, version)
+        if self._mask is not None and self._mask[0] is mask and self._mask[1] == asked:
+            made = self._mask[2]
+        else:
+            whole = torch.ones(1, 1, 1, shown, dtype=torch.uint8, device=layer.device) if mask is None else mask
+            made = pad(whole, (hidden, 0))
+        is_kept = layer is not self.layers[-1] and (mask is None or version is not None)  # else nobody knows of a change
+        self._mask = (mask, asked, made) if is_kept else None
+        return made
 
     # -- forgetting --------------------------------------------------------------------------------------------------
     def advance(self, length: int, new: int) -> None:
@@ -278,9 +295,7 @@ class SlidingLayer(TurboQuantLayer):
         self._require_readable(step)
         hidden = self._hidden(step)
         if hidden > 0:
-            if mask is None:
-                mask = torch.ones(1, 1, 1, self.visible_length(step), dtype=torch.uint8, device=query.device)
-            mask = pad(mask, (hidden, 0))
+            mask = self.table.mask_from_origin(mask, hidden, self.visible_length(step), self)
         return super().attend(step, query, mask, aux_sinks, scaling, softcap, causal)
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
