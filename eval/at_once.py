@@ -48,4 +48,4 @@ class AtOnceCache(TurboQuantCache):
         super().__init__(model_config, config)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, TurboQuantLayer):
-                self.layers[i] = AtOnceLayer(layer.config, self.table, self.preset, layer.guards_capacity)
+                self.layers[i] = AtOnceLayer(layer.config, self.table, self.preset, layer.rotary, layer.guards_capacity)

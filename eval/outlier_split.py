@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tq_hf.conditioning import balance_factors
+from tq_hf.conditioning import Partners, balance_factors
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import MIN_HEAD_DIM, PageLayout, padded_dim
 from tq_hf.reference.codec import decode_page, encode_page
@@ -42,12 +42,15 @@ class Conditioning:
     value_order: Tensor
 
 
-def condition(query_energy: Tensor, key: Tensor, value: Tensor, config: TurboQuantConfig) -> Conditioning:
+def condition(
+    query_energy: Tensor, key: Tensor, value: Tensor, partners: Partners, config: TurboQuantConfig
+) -> Conditioning:
     """Channel statistics of a sequence's first tokens.
 
     Args:
         query_energy: fp32 [B, H, D], the sum of squares of the queries that read a KV head.
         key, value: [B, H, n, D / Dv].
+        partners: of the keys' channels.
         config: whether keys are centred, by pages of which size, and balanced (`tq_hf.conditioning`).
     """
     if config.center_keys:
@@ -55,7 +58,7 @@ def condition(query_energy: Tensor, key: Tensor, value: Tensor, config: TurboQua
     else:
         key_spread = key.float().square().sum(2)
     value_spread = _spread(value.float())
-    balance = balance_factors(query_energy, key_spread)[:, :, None, None] if config.balance_keys else None
+    balance = balance_factors(query_energy, key_spread, partners)[:, :, None, None] if config.balance_keys else None
     importance = query_energy * key_spread
     key_order, value_order = (x.argsort(-1, descending=True)[:, :, None, None] for x in (importance, value_spread))
     return Conditioning(balance, key_order, value_order)

@@ -16,7 +16,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from tq_hf import CacheReport, LayerReport, TurboQuantConfig
 from tq_hf.attention import turboquant_attention, turboquant_mask
+from tq_hf.conditioning import partners
 from tq_hf.reports import stock_report
+from tq_hf.rotary import Rotary, rotary_of
 
 from .outlier_split import Conditioning, Split, bytes_per_token, condition, pages_as_read
 
@@ -30,8 +32,9 @@ class SimulatedLayer(DynamicLayer):
     Attention must be `ATTENTION_NAME`, which shows the layer its queries.
     """
 
-    def __init__(self, config: TurboQuantConfig, split: Split) -> None:
+    def __init__(self, config: TurboQuantConfig, split: Split, rotary: Rotary | None = None) -> None:
         super().__init__()
+        self.rotary = rotary
         self.config = config
         self.split = split
         self.packed_end = config.sink_tokens
@@ -73,7 +76,8 @@ class SimulatedLayer(DynamicLayer):
                     f"a simulated layer has seen no queries: use attn_implementation={ATTENTION_NAME!r}."
                 )
             key, value = self.keys[:, :, self.first_tokens], self.values[:, :, self.first_tokens]
-            self.known = condition(self.query_energy, key, value, self.config)
+            pairs = partners(self.rotary, key.shape[3], key.device)
+            self.known = condition(self.query_energy, key, value, pairs, self.config)
         end = self.packed_end + due * size
         key, value = self.keys[:, :, self.packed_end : end], self.values[:, :, self.packed_end : end]
         in_pages = key.unflatten(2, (due, size)), value.unflatten(2, (due, size))
@@ -118,10 +122,12 @@ class SimulatedCache(Cache):
                 f"{quantization} cannot be simulated: expected lloyd_max keys and values, no boundary layers."
             )
         self.quantization = quantization
-        stock = DynamicCache(config=config.get_text_config(decoder=True)).layers
-        super().__init__(
-            layers=[SimulatedLayer(quantization, split) if type(layer) is DynamicLayer else layer for layer in stock]
-        )
+        text = config.get_text_config(decoder=True)
+        layers = DynamicCache(config=text).layers
+        for i, layer in enumerate(layers):
+            if type(layer) is DynamicLayer:
+                layers[i] = SimulatedLayer(quantization, split, rotary_of(text, i))
+        super().__init__(layers=layers)
 
     @property
     def simulated_layers(self) -> list[SimulatedLayer]:

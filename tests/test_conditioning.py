@@ -10,10 +10,10 @@ from test_reference_state import PackedState
 from torch import Tensor
 
 from tests.presets import sized
-from tq_hf import conditioning
-from tq_hf.conditioning import balance_factors, mixed_with_partner, or_ones
+from tq_hf.conditioning import HORIZONS, Partners, balance_factors, or_ones, partners
 from tq_hf.config import TurboQuantConfig
 from tq_hf.reference import observe
+from tq_hf.rotary import Rotary
 
 GENERATOR = torch.Generator()
 
@@ -28,59 +28,72 @@ def error(factors: Tensor, energy: Tensor, spread: Tensor) -> float:
     return (balanced / (energy.sum() * spread.sum())).item()
 
 
+def rotary(dim: int, interleaved: bool = False) -> Rotary:
+    return Rotary(tuple((10_000 ** -(torch.arange(0, dim, 2) / dim)).tolist()), interleaved)
+
+
+def mixed(dim: int) -> Partners:
+    return partners(rotary(dim), dim, torch.device("cpu"))
+
+
 def turned(statistic: Tensor, positions: range) -> Tensor:
     """`[D]` at position 0, of channels that are independent there, as rotary embeddings show it on average at others."""
     first, second = statistic.chunk(2)
-    frequency = 10_000 ** -(torch.arange(len(first)) / len(first))
+    frequency = torch.tensor(rotary(len(statistic)).frequencies)
     stays = (torch.tensor(positions)[:, None] * frequency).cos().square().mean(0)
     return torch.cat((stays * first + (1 - stays) * second, stays * second + (1 - stays) * first))
 
 
 class TestPartners:
-    @pytest.mark.parametrize("dim", [16, 18, 80])
-    def test_a_channel_is_mixed_with_the_one_half_a_head_away(self, dim: int) -> None:
-        for one in (0, 3, dim // 2, dim - 1):
-            statistic = torch.zeros(2, dim)
-            statistic[1, one] = 8
-            expected = torch.zeros(2, dim)
-            expected[1, one], expected[1, (one + dim // 2) % dim] = 6, 2
-            assert torch.equal(mixed_with_partner(statistic), expected)
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_pairs_that_turn_often_become_alike_and_those_that_stay_do_not_change(self, interleaved: bool) -> None:
+        pairs = partners(Rotary((1.0, 0.1, 1e-6, 0.0), interleaved), 10, torch.device("cpu"))
+        statistic = torch.arange(1.0, 11.0)
+        got = pairs.mix(torch.stack((statistic, statistic.flip(0))))[0].tolist()
+        if interleaved:
+            assert got == pytest.approx([1.5, 1.5, 3.5, 3.5, 5, 6, 7, 8, 9, 10], abs=0.01)
+        else:
+            assert got == pytest.approx([3, 4, 3, 4, 3, 4, 7, 8, 9, 10], abs=0.01)
 
-    def test_factors_serve_positions_where_channels_have_turned(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("frequency", [2e-5, 1e-4, 3e-4, 1e-3])
+    def test_the_share_is_the_mean_over_the_distances(self, frequency: float) -> None:
+        pairs = partners(Rotary((frequency,), False), 2, torch.device("cpu"))
+        expected = sum((torch.arange(n) * frequency).sin().square().mean() for n in HORIZONS) / len(HORIZONS)
+        torch.testing.assert_close(pairs.share, expected.expand(2), rtol=1e-3, atol=1e-4)
+
+    def test_no_rotary_embeddings_and_a_head_that_is_too_small_for_them(self) -> None:
+        for pairs in (partners(None, 8, torch.device("cpu")), partners(rotary(16), 8, torch.device("cpu"))):
+            assert torch.equal(pairs.mix(torch.arange(8.0)), torch.arange(8.0))
+
+    def test_factors_serve_positions_where_channels_have_turned(self) -> None:
         """A quarter of a turn later, a pair's energy stands in the other channel: unmixed factors are worse than none."""
         energy, spread = torch.ones(64), torch.ones(64)
         energy[10], spread[10 + 32] = 100, 100
         early = energy, spread
         late = energy.roll(32), spread.roll(32)
-        mixed = balance_factors(*early)
-        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.0)
-        unmixed = balance_factors(*early)
-        assert error(unmixed, *early) < error(mixed, *early) < 0.6
+        factors, unmixed = balance_factors(*early, mixed(64)), balance_factors(*early, partners(None, 64, energy.device))
+        assert error(unmixed, *early) < 0.3
         assert error(unmixed, *late) > 10
-        assert error(mixed, *late) < 0.1 * error(unmixed, *late)
+        assert error(factors, *early) < 1.01 and error(factors, *late) < 1.01
 
-    def test_in_a_head_of_all_frequencies_they_lose_little_early(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_in_a_head_of_all_frequencies_they_lose_little_early(self) -> None:
         start = normal(64).mul(1.5).exp(), normal(64, seed=1).mul(1.5).exp()
         observed, early, late = ([turned(x, at) for x in start] for at in (range(132), range(1156), range(7000, 8024)))
-        mixed = balance_factors(*observed)
-        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.0)
-        unmixed = balance_factors(*observed)
-        assert error(mixed, *late) < 0.9 * error(unmixed, *late)
-        assert error(mixed, *early) < 1.02 * error(unmixed, *early)
-        monkeypatch.setattr(conditioning, "PARTNER_SHARE", 0.5)
-        assert error(mixed, *early) < error(balance_factors(*observed), *early)
+        factors, unmixed = (balance_factors(*observed, p) for p in (mixed(64), partners(None, 64, start[0].device)))
+        assert error(factors, *late) < 0.8 * error(unmixed, *late)
+        assert error(factors, *early) < 1.05 * error(unmixed, *early)
 
 
 class TestFactors:
     def test_they_minimize_the_error_of_scores(self) -> None:
         """No change of a factor lowers the error that the mixed statistics expect."""
-        energy, spread = mixed_with_partner(normal(64).exp()), mixed_with_partner(normal(64, seed=1).exp())
+        energy, spread = mixed(64).mix(normal(64).exp()), mixed(64).mix(normal(64, seed=1).exp())
         floored = spread / spread.mean() + 0.05
 
         def cost(a: Tensor) -> float:
             return error(a, energy, floored)
 
-        factors = balance_factors(normal(64).exp(), normal(64, seed=1).exp())
+        factors = balance_factors(normal(64).exp(), normal(64, seed=1).exp(), mixed(64))
         best = cost(factors)
         assert best < 0.9 * cost(torch.ones(64))
         for j in range(0, 64, 7):
@@ -91,15 +104,15 @@ class TestFactors:
 
     def test_queries_keep_their_energy(self) -> None:
         energy, spread = normal(3, 80).exp(), normal(3, 80, seed=1).exp()
-        factors = balance_factors(energy, spread)
-        torch.testing.assert_close((mixed_with_partner(energy) / factors.square()).sum(-1), energy.sum(-1))
+        factors = balance_factors(energy, spread, mixed(80))
+        torch.testing.assert_close((mixed(80).mix(energy) / factors.square()).sum(-1), energy.sum(-1))
 
     @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
     def test_only_proportions_matter(self, scale: float) -> None:
         energy, spread = normal(64).exp(), normal(64, seed=1).exp()
-        expected = balance_factors(energy, spread)
-        torch.testing.assert_close(balance_factors(energy * scale, spread), expected)
-        torch.testing.assert_close(balance_factors(energy, spread * scale), expected)
+        expected = balance_factors(energy, spread, mixed(64))
+        torch.testing.assert_close(balance_factors(energy * scale, spread, mixed(64)), expected)
+        torch.testing.assert_close(balance_factors(energy, spread * scale, mixed(64)), expected)
 
     @pytest.mark.parametrize("what", ["energy", "spread"])
     @pytest.mark.parametrize("bad", [0.0, 1e-33, torch.inf, torch.nan])
@@ -107,7 +120,7 @@ class TestFactors:
         given = {"energy": torch.ones(2, 8), "spread": torch.ones(2, 8)}
         given[what][0] = bad
         given[what][1] *= 2 ** torch.arange(8)
-        factors = balance_factors(given["energy"], given["spread"])
+        factors = balance_factors(given["energy"], given["spread"], partners(None, 8, torch.device("cpu")))
         assert factors[0].tolist() == [1.0] * 8
         assert len(factors[1].unique()) == 8
 
@@ -115,7 +128,7 @@ class TestFactors:
         energy, spread = torch.ones(64), torch.ones(64)
         energy[3], spread[5] = 0, 0
         energy[7] = spread[7] = 0
-        factors = balance_factors(energy, spread)
+        factors = balance_factors(energy, spread, mixed(64))
         assert factors.isfinite().all() and factors.min() > 0.01 and factors.max() < 100
         assert factors[3] < factors[0] < factors[5]
 
@@ -139,7 +152,7 @@ class TestObserve:
         energy = key[0, :, 4:132].square().sum(1)
         torch.testing.assert_close(state.query_energy[0], energy)
         spread = spread_of(key[0, :, 4:68]) + spread_of(key[0, :, 68:132])
-        torch.testing.assert_close(state.balance[0], balance_factors(energy, spread))
+        torch.testing.assert_close(state.balance[0], balance_factors(energy, spread, mixed(64)))
 
     @pytest.mark.parametrize("chunks", [(1,), (50, 81, 1), (131, 1), (132,), (133,), (7, 300)])
     def test_chunks_do_not_matter(self, chunks: tuple[int, ...]) -> None:
@@ -176,10 +189,10 @@ class TestObserve:
         # Row 1 starts in the second page, which ends at 132: its statistics end with the window behind it.
         keys = key[1, :, 104:196]
         energy, spread = keys.square().sum(1), spread_of(keys[:, :28]) + spread_of(keys[:, 28:])
-        torch.testing.assert_close(state.balance[1], balance_factors(energy, spread))
+        torch.testing.assert_close(state.balance[1], balance_factors(energy, spread, mixed(64)))
         keys = key[2, :, 13:132]
         energy, spread = keys.square().sum(1), spread_of(keys[:, :55]) + spread_of(keys[:, 55:])
-        torch.testing.assert_close(state.balance[2], balance_factors(energy, spread))
+        torch.testing.assert_close(state.balance[2], balance_factors(energy, spread, mixed(64)))
 
     def test_hidden_and_bad_tokens_do_not_count(self) -> None:
         state = PackedState(sized("tq4"))
@@ -193,7 +206,7 @@ class TestObserve:
         for head, bad in ((0, []), (1, [70])):
             parts = [key[0, head : head + 1, [t for t in part if t not in bad]] for part in (page, window)]
             energy = sum(part.square().sum(1) for part in parts)
-            expected = balance_factors(energy, spread_of(parts[0]) + spread_of(parts[1]))
+            expected = balance_factors(energy, spread_of(parts[0]) + spread_of(parts[1]), mixed(64))
             torch.testing.assert_close(state.balance[:, head], expected)
 
     def test_keys_that_are_not_centred_count_with_their_mean(self) -> None:
@@ -204,7 +217,7 @@ class TestObserve:
         state.commit(key, value)
         counted = key[0, :, 4:132]
         energy = counted.square().sum(1)
-        torch.testing.assert_close(state.balance[0], balance_factors(energy, energy))
+        torch.testing.assert_close(state.balance[0], balance_factors(energy, energy, mixed(64)))
 
     @pytest.mark.parametrize("size", [1.0, 1e4])
     def test_keys_that_are_all_alike_are_left_as_they_are(self, size: float) -> None:
@@ -222,7 +235,8 @@ class TestObserve:
         key, _ = state.tokens(32)
         query = normal(1, 6, 32, 64)
         args = (state.ring_key, state.row_start, state.counters, state.balance, state.query_energy)
-        observe(query, key, *args, None, 32, 0, 0, True)
+        pairs = mixed(64)
+        observe(query, key, *args, pairs.channel, pairs.share, None, 32, 0, 0, True)
         torch.testing.assert_close(state.query_energy[0, 1], query[0, 3:].square().sum((0, 1)))
 
     @pytest.mark.parametrize("query", ["none", "one token"])
@@ -231,5 +245,6 @@ class TestObserve:
         state = PackedState(config, row_start=(0 if query == "none" else 31,))
         key, _ = state.tokens(32)
         args = (state.ring_key, state.row_start, state.counters, state.balance, state.query_energy)
-        observe(None if query == "none" else key, key, *args, None, 32, 0, 0, True)
+        pairs = mixed(64)
+        observe(None if query == "none" else key, key, *args, pairs.channel, pairs.share, None, 32, 0, 0, True)
         assert state.balance.eq(1).all()

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.presets import sized
+from tq_hf.conditioning import partners
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.reference import attend, commit, gather, observe
 from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
+from tq_hf.rotary import Rotary
 
 PRESET_NAMES = list(PRESETS)
 
@@ -53,6 +55,7 @@ class PackedState:
         self.counters = torch.tensor([0, sinks, 0], dtype=torch.int32)
         self.balance = torch.zeros(self.rows, heads, dim) if config.balance_keys else None
         self.query_energy = torch.zeros(self.rows, heads, dim)
+        self.rotary = Rotary(tuple((10_000 ** -(torch.arange(0, dim, 2) / dim)).tolist()), interleaved=False)
         self.flags = torch.zeros(heads, dtype=torch.int32)
         self.free = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -72,7 +75,9 @@ class PackedState:
                 if start + size > first + sinks:
                     self.page_ids[row, entry] = self.free.pop()
         if self.balance is not None:  # queries like the keys, one head
+            pairs = partners(self.rotary, key.shape[-1], key.device)
             state = (self.ring_key, self.row_start, self.counters, self.balance, self.query_energy)
+            state += (pairs.channel, pairs.share)
             observe(key, key, *state, keep, size, sinks, self.config.recent_window, self.config.center_keys)
         self.commit_alone(key, value, keep, self.config.recent_window, due)
 

@@ -29,6 +29,7 @@ from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
 from .model_layers import decoder_config, plan
 from .pages import BlockTable
 from .reports import CacheReport, stock_report
+from .rotary import rotary_of
 from .saving import model_facts
 from .sliding import SlidingLayer, SlidingTable
 from .stock_layers import all_or_nothing, contents, move_stock
@@ -98,13 +99,14 @@ class TurboQuantCache(DynamicCache):
         shares_keys = bool(getattr(text, "num_kv_shared_layers", None))
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
         for i in packed:
+            rotary = rotary_of(text, i)
             if (window := getattr(stock.layers[i], "sliding_window", None)) is not None:
                 if window not in self.sliding_tables:
                     self.sliding_tables[window] = SlidingTable(self.table, window, shares_keys)
-                stock.layers[i] = SlidingLayer(settings, self.sliding_tables[window], self.preset)
+                stock.layers[i] = SlidingLayer(settings, self.sliding_tables[window], self.preset, rotary)
                 continue
             layer_config = unquantized if i in exact else settings
-            arguments = (layer_config, self.table, self.preset, i == packed[0])
+            arguments = (layer_config, self.table, self.preset, rotary, i == packed[0])
             states = getattr(stock.layers[i], "number_of_states", 0)
             stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
         if config.is_encoder_decoder:

@@ -14,6 +14,7 @@ from .layer import TurboQuantLayer
 from .memory import storage_bytes
 from .pages import BlockTable
 from .reports import LayerReport
+from .rotary import Rotary
 
 
 class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
@@ -33,10 +34,11 @@ class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
         config: TurboQuantConfig,
         table: BlockTable,
         preset: str,
+        rotary: Rotary | None = None,
         guards_capacity: bool = False,
         number_of_states: int = 1,
     ) -> None:
-        super().__init__(config, table, preset, guards_capacity)
+        super().__init__(config, table, preset, rotary, guards_capacity)
         self.state = LinearAttentionLayer(number_of_states)
 
     def fork(self, table: BlockTable) -> HybridLayer:

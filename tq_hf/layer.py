@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
+from .conditioning import partners
 from .config import MODEL_DTYPES, TurboQuantConfig
 from .layer_edits import LayerEdits
 from .layout import PageLayout
@@ -23,6 +24,7 @@ from .memory import storage_bytes
 from .packed_kv import PackedKV, Step, kept_positions
 from .pages import BlockTable
 from .reports import LayerReport
+from .rotary import Rotary
 
 
 class TurboQuantLayer(LayerEdits, CacheLayerMixin):
@@ -32,6 +34,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         config: how keys and values are stored.
         table: the block table that all packed layers of the cache share.
         preset: name for reports.
+        rotary: of its keys, None for none.
         guards_capacity: check a static cache's length here (one layer of the cache does it for all).
 
     The tensors are made at the first `update`, from the shapes, dtype and device of its states.
@@ -42,8 +45,16 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
 
-    def __init__(self, config: TurboQuantConfig, table: BlockTable, preset: str, guards_capacity: bool = False) -> None:
+    def __init__(
+        self,
+        config: TurboQuantConfig,
+        table: BlockTable,
+        preset: str,
+        rotary: Rotary | None = None,
+        guards_capacity: bool = False,
+    ) -> None:
         super().__init__()
+        self.rotary = rotary
         self.guards_capacity = guards_capacity
         self.config = config
         self.table = table
@@ -87,6 +98,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             shape = (batch, heads, self.key_dim)
             self.balance = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.query_energy = torch.zeros_like(self.balance)
+            pairs = partners(self.rotary, self.key_dim, self.device)
+            self.partner, self.partner_share = pairs.channel, pairs.share
         self.is_initialized = True
         self.mark_static()
 
@@ -357,6 +370,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             self.counters,
             self.balance,
             self.query_energy,
+            self.partner,
+            self.partner_share,
             keep,
             self.config.page_size,
             self.config.sink_tokens,

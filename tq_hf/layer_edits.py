@@ -16,6 +16,7 @@ ROW_STATE = ("ring_key", "ring_value", "sink_key", "sink_value")
 BALANCE_STATE = ("balance", "query_energy")
 # and those that rows share.
 OTHER_STATE = ("flags", "counters")
+BALANCE_CONSTANTS = ("partner", "partner_share")
 
 
 class LayerEdits:
@@ -43,7 +44,7 @@ class LayerEdits:
         return ROW_STATE if self.balance is None else ROW_STATE + BALANCE_STATE
 
     def state_names(self) -> tuple[str, ...]:
-        return self.row_state_names() + OTHER_STATE
+        return self.row_state_names() + OTHER_STATE + (() if self.balance is None else BALANCE_CONSTANTS)
 
     def mark_static(self) -> None:
         raise NotImplementedError
@@ -59,7 +60,7 @@ class LayerEdits:
             self._forget_balance()
             return
         self.begin()
-        for name in (*ROW_STATE, *BALANCE_STATE, *OTHER_STATE, "on_device"):
+        for name in (*ROW_STATE, *BALANCE_STATE, *OTHER_STATE, *BALANCE_CONSTANTS, "on_device"):
             self.__dict__.pop(name, None)
 
     def _forget_balance(self) -> None:

@@ -23,10 +23,11 @@ from . import stock_layers
 from .config import MODEL_DTYPES, TurboQuantConfig
 from .hybrid_layer import HybridLayer
 from .layer import TurboQuantLayer
-from .layout import PageLayout
+from .layout import MAX_HEAD_DIM, PageLayout
 from .model_layers import decoder_config
 from .page_pool import NO_PAGE
 from .pages import BlockTable
+from .rotary import Rotary
 from .saving import FORMAT, VERSION, model_facts
 from .sliding import SlidingLayer, SlidingTable
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
 _LARGEST = 2**31 - 1  # of any position, count or page number
+_FASTEST = 1.0  # radians that a rotary pair turns from one position to the next
 
 
 @dataclass
@@ -131,6 +133,7 @@ def _load(
     file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
     quantization = _config(file, file.get(header, "quantization", dict))
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
+    rotaries = [_rotary(file, r) for r in file.get(header, "rotaries", list)]
     is_decoder_only = file.get(header, "is_decoder_only", bool)
     tables: list[_Table] = []
     for described_table in file.get(header, "tables", list):
@@ -145,7 +148,7 @@ def _load(
         file.require(kind in ("packed", "transformers"), f"layer {i} is of the unknown kind {kind!r}")
         if kind == "packed":
             built, state = _packed(
-                file, i, layer, configs, tables, preset=file.get(header, "preset", str), target=target
+                file, i, layer, configs, rotaries, tables, preset=file.get(header, "preset", str), target=target
             )
             built.guards_capacity = not any(isinstance(other, TurboQuantLayer) for other in layers)
             layers.append(built)
@@ -217,6 +220,15 @@ def _config(file: _File, saved: Any) -> TurboQuantConfig:
         raise file.error(str(error)) from None
 
 
+def _rotary(file: _File, saved: Any) -> Rotary | None:
+    if saved is None:
+        return None
+    frequencies, interleaved = file.get(saved, "frequencies", list), file.get(saved, "interleaved", bool)
+    fits = all(type(f) is float and 0 <= f <= _FASTEST for f in frequencies) and 2 * len(frequencies) <= MAX_HEAD_DIM
+    file.require(fits, "its rotary frequencies are no radians of a head's pairs")
+    return Rotary(tuple(frequencies), interleaved)
+
+
 def _table(file: _File, described: Any, max_cache_len: int | None, before: Sequence[_Table]) -> _Table:
     page_size = file.number(described, "page_size", 1)
     sink_tokens, recent_window = (file.number(described, name, 0) for name in ("sink_tokens", "recent_window"))
@@ -282,11 +294,13 @@ def _packed(
     i: int,
     described: Any,
     configs: Sequence[TurboQuantConfig],
+    rotaries: Sequence[Rotary | None],
     tables: Sequence[_Table],
     preset: str,
     target: torch.device | None,
 ) -> tuple[TurboQuantLayer, _Packed | None]:
     config = configs[file.number(described, "config", 0, len(configs) - 1)]
+    rotary = rotaries[file.number(described, "rotary", 0, len(rotaries) - 1)]
     held = tables[file.number(described, "table", 0, len(tables) - 1)]
     table = held.table
     full = tables[0].table  # whose first tokens stay where they are
@@ -298,13 +312,13 @@ def _packed(
     layer: TurboQuantLayer
     if isinstance(table, SlidingTable):
         file.require(hybrid is None, f"layer {i} has both a window and a recurrent state")
-        layer = SlidingLayer(config, table, preset)
+        layer = SlidingLayer(config, table, preset, rotary)
     elif hybrid is not None:
         linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid)
         file.require(type(linear) is LinearAttentionLayer, f"layer {i} has no recurrent state, but {linear}")
-        layer = HybridLayer(config, table, preset, number_of_states=linear.number_of_states)
+        layer = HybridLayer(config, table, preset, rotary, number_of_states=linear.number_of_states)
     else:
-        layer = TurboQuantLayer(config, table, preset)
+        layer = TurboQuantLayer(config, table, preset, rotary)
     state = file.get(described, "state", dict, type(None))
     if state is None:
         return layer, None
@@ -384,7 +398,7 @@ def _require_layers(
         if not isinstance(layer, TurboQuantLayer):
             return stock_layers.description(layer, max_cache_len)
         states = layer.number_of_states if isinstance(layer, HybridLayer) else 0
-        return layer.config, layer.sliding_window, states
+        return layer.config, layer.rotary, layer.sliding_window, states
 
     file.require(len(fresh) == len(layers), f"it has {len(layers)} layers, and the model's cache {len(fresh)}")
     for i, (saved, wanted) in enumerate(zip(layers, fresh, strict=True)):

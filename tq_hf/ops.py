@@ -55,8 +55,8 @@ _library.define(
 )
 _library.define(
     "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"
-    " Tensor(b!) query_energy, Tensor? keep, int page_size, int sinks, int recent_window,"
-    " bool center_keys) -> ()"
+    " Tensor(b!) query_energy, Tensor partner, Tensor partner_share, Tensor? keep, int page_size, int sinks,"
+    " int recent_window, bool center_keys) -> ()"
 )
 _library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
 

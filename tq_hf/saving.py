@@ -6,11 +6,13 @@ One safetensors file. Its metadata has two strings: `format` is `tq_hf.cache`, a
     model          the model's kind and shape (`model_facts`)
     preset, quantization, max_cache_len, offloading, is_decoder_only     what the cache was made with
     configs        the `TurboQuantConfig`s of its layers, fields by name
+    rotaries       their `Rotary`s, likewise, or null
     tables         one a block table: page_size, sink_tokens, recent_window, rows (null: no token yet), pages, sliding
                    (null, or {window, shares_keys, origin, kept_from, recording}: `SlidingTable`). The first has no window
     layers         one a layer of the model, either
-                   {"kind": "packed", config, table, state, hybrid}: indices into the lists above; state is null (no token
-                   yet) or {device, dtype, kv_heads, key_dim, value_dim, counters}; hybrid is null or the next without kind
+                   {"kind": "packed", config, rotary, table, state, hybrid}: indices into the lists above; state is null
+                   (no token yet) or {device, dtype, kv_heads, key_dim, value_dim, counters}; hybrid is null or the next
+                   without kind
                    or {"kind": "transformers", layer, numbers, device}: `stock_layers.description` and `.contents`
 
 Tensors, B rows and E entries in use:
@@ -66,6 +68,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
     tensors: dict[str, Tensor] = {}
     layers = cache.packed_layers
     configs = list({layer.config: None for layer in layers})
+    rotaries = list({layer.rotary: None for layer in layers})
     kept = [_save_table(tensors, f"tables.{t}.", table, layers) for t, table in enumerate(cache.tables)]
     described: list[dict[str, Any]] = []
     header = {
@@ -77,6 +80,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
         "offloading": [cache.offloading, cache.only_non_sliding],
         "is_decoder_only": cache.is_decoder_only,
         "configs": [asdict(config) for config in configs],
+        "rotaries": [None if rotary is None else asdict(rotary) for rotary in rotaries],
         "tables": [_describe_table(table, len(pages)) for table, pages in zip(cache.tables, kept, strict=True)],
         "layers": described,
     }
@@ -84,7 +88,8 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
         prefix = f"layers.{i}."
         if isinstance(layer, TurboQuantLayer):
             table = [t is layer.table for t in cache.tables].index(True)
-            entry = {"kind": "packed", "config": configs.index(layer.config), "table": table, "state": None, "hybrid": None}
+            entry: dict[str, Any] = {"kind": "packed", "config": configs.index(layer.config), "table": table}
+            entry |= {"rotary": rotaries.index(layer.rotary), "state": None, "hybrid": None}
             if layer.is_initialized:
                 entry["state"] = _save_packed(tensors, prefix, layer, kept[table])
             if isinstance(layer, HybridLayer):

@@ -34,6 +34,7 @@ from .packed_kv import Step
 from .page_pool import NO_PAGE
 from .pages import BlockTable
 from .reports import LayerReport
+from .rotary import Rotary
 
 
 def packs_window(config: TurboQuantConfig, window: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
@@ -239,8 +240,10 @@ class SlidingLayer(TurboQuantLayer):
     is_sliding = True
     table: SlidingTable
 
-    def __init__(self, config: TurboQuantConfig, table: SlidingTable, preset: str) -> None:
-        super().__init__(config, table, preset)
+    def __init__(
+        self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None
+    ) -> None:
+        super().__init__(config, table, preset, rotary)
         table.layers.append(self)
         self.sliding_window = table.window
 

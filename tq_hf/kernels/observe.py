@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, PARTNER_SHARE, QUERY_FLOOR, ROUNDING, SMALLEST
+from ..conditioning import KEY_FLOOR, QUERY_FLOOR, ROUNDING, SMALLEST
 from .encode import split_last8
 from .lanes import block_dim, keep_bytes, on_device, row_pointers
 from .launch import launch, power_of_two
@@ -17,7 +17,6 @@ KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
 NOISE = tl.constexpr(ROUNDING)
-SHARE_OF_PARTNER = tl.constexpr(PARTNER_SHARE)
 TOKENS = tl.constexpr(8)  # loaded at once
 
 
@@ -37,19 +36,18 @@ def counted_keys(start, first, last, source, p_keep, DIM: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def mixed_with_partner(statistic, d, DIM: tl.constexpr):
-    """`conditioning.mixed_with_partner` for one head; zero outside DIM, as the statistic is."""
-    partner = tl.where(d < DIM // 2, d + DIM // 2, d - DIM // 2)
-    return statistic + SHARE_OF_PARTNER * (tl.gather(statistic, tl.where(d < DIM, partner, d), 0) - statistic)
+def mixed(statistic, partner, share):
+    """`conditioning.Partners.mix` for one head."""
+    return statistic + share * (tl.gather(statistic, partner, 0) - statistic)
 
 
 @triton.jit
-def balance_factors(energy, spread, d, DIM: tl.constexpr):
+def balance_factors(energy, spread, partner, share, d, DIM: tl.constexpr):
     """`conditioning.balance_factors` for one head, whose statistics are zero outside DIM."""
     energy_sum, spread_sum = tl.sum(energy, 0), tl.sum(spread, 0)
     known = (energy_sum > LEAST) & (energy_sum <= LARGEST) & (spread_sum > LEAST) & (spread_sum <= LARGEST)
-    energy = mixed_with_partner(energy * (DIM / tl.where(known, energy_sum, 1.0)), d, DIM)
-    spread = mixed_with_partner(spread * (DIM / tl.where(known, spread_sum, 1.0)), d, DIM)
+    energy = mixed(energy * (DIM / tl.where(known, energy_sum, 1.0)), partner, share)
+    spread = mixed(spread * (DIM / tl.where(known, spread_sum, 1.0)), partner, share)
     square = tl.sqrt((energy + QUERY_SHARE) / (spread + KEY_SHARE))
     mean = tl.sum(tl.where(d < DIM, energy / square, 0.0), 0) / DIM
     return tl.where(known, tl.sqrt(square * mean), 1.0)
@@ -57,7 +55,7 @@ def balance_factors(energy, spread, d, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "window", "sinks", "stride_keep"])
 def observe_tokens(
-    p_key, p_query, p_ring, p_row_start, p_counters, p_balance, p_energy, p_keep, n, window, sinks,
+    p_key, p_query, p_ring, p_row_start, p_counters, p_balance, p_energy, p_partner, p_share, p_keep, n, window, sinks,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, CENTERED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -118,7 +116,9 @@ def observe_tokens(
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
     differ = tl.sum(spread, 0) > NOISE * tl.sum(key_energy, 0)
-    factors = balance_factors(energy, tl.where(differ, spread, 0.0), d, DIM)
+    partner = tl.load(p_partner + d, mask=inside, other=0).to(tl.int32)
+    share = tl.load(p_share + d, mask=inside, other=0.0)
+    factors = balance_factors(energy, tl.where(differ, spread, 0.0), partner, share, d, DIM)
     tl.store(p_balance + head + d, factors, mask=inside)
 
 
@@ -130,6 +130,8 @@ def observe(
     counters: Tensor,
     balance: Tensor,
     query_energy: Tensor,
+    partner: Tensor,
+    partner_share: Tensor,
     keep: Tensor | None,
     page_size: int,
     sinks: int,
@@ -151,7 +153,8 @@ def observe(
     with on_device(key.device):
         launch(
             observe_tokens, (1, heads, batch), {"num_warps": max(4, min(16, group_block * block // 256))},
-            (key, query, ring_key, row_start, counters, balance, query_energy, keep, n, recent_window, sinks,
+            (key, query, ring_key, row_start, counters, balance, query_energy, partner, partner_share, keep, n,
+             recent_window, sinks,
              *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
              0 if keep is None else keep.stride(0)),
             GROUP=group, GROUP_BLOCK=group_block, PAGE=page_size, CENTERED=center_keys, DIM=dim, BLOCK=block,

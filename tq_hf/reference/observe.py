@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..conditioning import ROUNDING, balance_factors
+from ..conditioning import ROUNDING, Partners, balance_factors
 
 
 @torch.no_grad()
@@ -17,6 +17,8 @@ def observe(
     counters: Tensor,
     balance: Tensor,
     query_energy: Tensor,
+    partner: Tensor,
+    partner_share: Tensor,
     keep: Tensor | None,
     page_size: int,
     sinks: int,
@@ -34,6 +36,7 @@ def observe(
         key: `[B, H, n, D]`, the tokens at positions length to length + n - 1.
         balance: fp32 `[B, H, D]`, zero for rows that have no factors yet.
         query_energy: fp32 `[B, H, D]`.
+        partner, partner_share: int64 and fp32 `[D]`, of `conditioning.Partners`.
         keep: bool or uint8 `[B, >= length + n]`, or None for all.
         center_keys: whether pages keep a mean of their own; if not, keys are quantized as they are.
     """
@@ -71,4 +74,4 @@ def observe(
                 keys -= keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
             spread += keys.masked_fill(~counted, 0).square().sum(1)
         differ = spread.sum(-1, keepdim=True) > ROUNDING * key_energy  # keys that are all alike have no spread to balance
-        balance[row] = balance_factors(query_energy[row], spread.masked_fill(~differ, 0))
+        balance[row] = balance_factors(query_energy[row], spread.masked_fill(~differ, 0), Partners(partner, partner_share))

@@ -1,0 +1,85 @@
+"""What `rotary_of` reads from a config against what the model's own rotary embeddings do."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from tests.tiny_models import FAMILIES, tiny_model
+from tq_hf.model_layers import decoder_config
+from tq_hf.rotary import Rotary, rotary_of
+
+
+def frequencies_of(model: nn.Module, kind: str | None) -> list[Tensor]:
+    """The buffers that a text model's rotary embeddings keep, those of one kind of layer where there are several."""
+    found = {}
+    for name, module in model.named_modules():
+        if "vis" not in name and "audio" not in name:
+            buffers = module.named_buffers(recurse=False)
+            found |= {f"{name}.{key}": value for key, value in buffers if key.endswith("inv_freq")}
+    own = {name: value for name, value in found.items() if kind is not None and f".{kind}_inv_freq" in name}
+    return [value for name, value in (own or found).items() if "original" not in name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    model = tiny_model(family)
+    config = decoder_config(model.config)
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    for layer, kind in enumerate(kinds):
+        rotary = rotary_of(config, layer)
+        buffers = frequencies_of(model, kind)
+        if rotary is None:
+            unused = getattr(config, "alibi", False) or getattr(config, "no_rope_layers", [1] * len(kinds))[layer] == 0
+            assert unused or not buffers, f"layer {layer} of {family} has rotary embeddings: {buffers}"
+        else:
+            expected = buffers[0]
+            torch.testing.assert_close(torch.tensor(rotary.frequencies), expected, msg=lambda m, i=layer: f"layer {i}: {m}")
+
+
+def test_every_rotary_family_is_known() -> None:
+    without = {name for name in FAMILIES if rotary_of(decoder_config(tiny_model(name).config), 0) is None}
+    assert {"gpt2", "bloom_alibi", "falcon_alibi", "bart", "t5_position_bias"} <= without
+    assert not without & {"llama", "gemma3_hybrid", "gpt_neox", "qwen2_vl", "smollm3_no_rope", "llama4_chunked"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "interleaved"),
+    [("llama", False), ("gpt_oss", False), ("gpt_neox", False), ("cohere", True), ("glm4", True), ("llama4_text", True)],
+)
+def test_pairs_are_those_that_the_model_turns(kind: str, interleaved: bool) -> None:
+    rotary = rotary_of(AutoConfig.for_model(kind), 0)
+    assert rotary is not None and rotary.interleaved is interleaved
+    if kind in ("llama", "cohere", "glm4"):
+        module = importlib.import_module(type(AutoConfig.for_model(kind)).__module__.replace("configuration", "modeling"))
+        dim = 2 * len(rotary.frequencies)
+        partner, frequency = rotary.pairs(dim)
+        turned = module.rotate_half(torch.eye(dim))  # row j: where channel j goes by a quarter of a turn
+        assert torch.equal(turned.abs().argmax(1), partner)
+        assert torch.equal(frequency, frequency[partner])
+
+
+def test_scaled_frequencies_are_the_models() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64, "rope_theta": 10_000.0}
+    model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=512)
+    rotary = rotary_of(model.config, 0)
+    plain = rotary_of(tiny_model("llama").config, 0)
+    assert rotary is not None and plain is not None
+    torch.testing.assert_close(torch.tensor(rotary.frequencies), frequencies_of(model, None)[0])
+    assert rotary.frequencies[-1] == pytest.approx(plain.frequencies[-1] / 8)
+
+
+def test_channels_beyond_the_pairs_stay() -> None:
+    partner, frequency = Rotary((0.5, 0.25), interleaved=False).pairs(6)
+    assert partner.tolist() == [2, 3, 0, 1, 4, 5] and frequency.tolist() == [0.5, 0.25, 0.5, 0.25, 0, 0]
+
+
+@pytest.mark.parametrize("config", [{}, {"rope_parameters": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_a_config_that_tells_nothing(config: dict[str, Any]) -> None:
+    assert rotary_of(type("Config", (), config)(), 0) is None

@@ -1,0 +1,83 @@
+"""Which channels of a layer's keys rotary embeddings turn into each other, and how fast.
+
+A pair of channels turns by its frequency, in radians, from one position to the next. The model's config tells the
+frequencies, and its own `rotate_half` which channels make a pair.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embeddings of the first `2 * len(frequencies)` channels of a head.
+
+    Attributes:
+        frequencies: of each pair, in radians a position; 0 for a pair that never turns.
+        interleaved: pair i is channels 2i and 2i + 1 (Cohere, GLM, Llama 4), not i and i + len(frequencies).
+    """
+
+    frequencies: tuple[float, ...]
+    interleaved: bool
+
+    def pairs(self, dim: int) -> tuple[Tensor, Tensor]:
+        """The partner of each channel, and their frequency.
+
+        Args:
+            dim: head_dim. Channels beyond the pairs are their own partners, at frequency 0, and so are all of a head that is
+                too small for the pairs (keys that are not what the config says).
+
+        Returns:
+            int64 [dim], fp32 [dim].
+        """
+        partner, frequency = torch.arange(dim, device="cpu"), torch.zeros(dim, device="cpu")
+        count = len(self.frequencies)
+        if 2 * count <= dim:
+            pair = torch.arange(2 * count, device="cpu")
+            partner[: 2 * count] = pair ^ 1 if self.interleaved else (pair + count) % (2 * count)
+            own = torch.tensor(self.frequencies, device="cpu")
+            frequency[: 2 * count] = own.repeat_interleave(2) if self.interleaved else own.repeat(2)
+        return partner, frequency
+
+
+def rotary_of(config: Any, layer: int) -> Rotary | None:
+    """The rotary embeddings of a layer of a model with this text config; None where there are none, or none known of."""
+    has_rotary = getattr(config, "no_rope_layers", None)  # a 1 for each layer that has them (SmolLM3, Llama 4)
+    if has_rotary and not has_rotary[layer]:
+        return None
+    if getattr(config, "alibi", False) or not getattr(config, "use_mem_rope", True):  # Falcon; Zamba2
+        return None
+    parameters, kind = getattr(config, "rope_parameters", None) or {}, None
+    kinds = getattr(config, "layer_types", None)
+    if kinds and isinstance(parameters.get(kinds[layer]), dict):  # parameters of their own for each kind of layer
+        kind = kinds[layer]
+        parameters = parameters[kind]
+    if not parameters.get("rope_theta"):
+        return None
+    if (initialize := ROPE_INIT_FUNCTIONS.get(parameters.get("rope_type", "default"))) is not None:
+        frequencies = initialize(config, torch.device("cpu"), layer_type=kind)[0]
+    else:
+        own = (getattr(config, "per_layer_config", None) or {layer: config})[layer]
+        dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        frequencies = parameters["rope_theta"] ** -(torch.arange(0, dim, 2, device="cpu") / dim)
+    return Rotary(tuple(frequencies.tolist()), _is_interleaved(type(config).__module__))
+
+
+def _is_interleaved(configuration: str) -> bool:
+    """Whether the model turns neighbours: its module is asked, by the name of the module that defines its config."""
+    try:
+        model = importlib.import_module(configuration.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return False
+    rotate_half = getattr(model, "rotate_half", None)
+    if rotate_half is not None:
+        return rotate_half(torch.arange(4.0, device="cpu")).tolist() == [-1, 0, -3, 2]
+    return hasattr(model, "apply_rotary_emb")  # pairs as complex numbers
