@@ -41,8 +41,8 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 @interpreted
 @pytest.mark.parametrize(("preset", "chunks"), [("tq4", [150, 37]), ("4bit_nc", [60, 30, 1, 75]), ("raw", [150, 37])])
-@pytest.mark.parametrize("queries", [1, 3])
-def test_attention_over_a_slid_state(preset: str, chunks: list[int], queries: int) -> None:
+@pytest.mark.parametrize(("queries", "heads"), [(1, 4), (1, 16), (3, 4), (9, 4)])  # each kernel, and both widths of one
+def test_attention_over_a_slid_state(preset: str, chunks: list[int], queries: int, heads: int) -> None:
     layer = slid_layer(preset, chunks)
     table, step = layer.table, layer.pending
     assert step is not None
@@ -53,7 +53,7 @@ def test_attention_over_a_slid_state(preset: str, chunks: list[int], queries: in
     position = torch.arange(total)
     own = position[total - queries :, None]
     mask = ((position <= own) & (position > own - WINDOW) & (position >= hidden))[None, None]
-    query = states(queries, 2, heads=4, seed=9, dtype=torch.float16)
+    query = states(queries, 2, heads=heads, seed=9, dtype=torch.float16)
     key, value = (
         torch.cat([states(queries - 1, 2, seed=50 + i, dtype=torch.float16), new], 2)
         for i, new in enumerate((step.key, step.value))

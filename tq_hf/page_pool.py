@@ -105,7 +105,9 @@ class PagePool:
             return pages
         self.fetch(slot)
         if slot in self._arriving:
-            torch.cuda.current_stream(self._devices[slot]).wait_event(self._arriving.pop(slot))
+            stream = torch.cuda.current_stream(self._devices[slot])
+            stream.wait_event(self._arriving.pop(slot))
+            self._pages[slot].record_stream(stream)  # freed, they may go to the stream that fetched them
         return self._pages[slot]
 
     def put(self, slot: int, pages: Tensor) -> None:

@@ -18,10 +18,13 @@ class Refusal:
     Attributes:
         reason: for the README.
         match: a regular expression for the error that both raise.
+        ours, theirs: whether we and transformers' cache raise it; if only one does, there is nothing to compare.
     """
 
     reason: str
     match: str
+    ours: bool = True
+    theirs: bool = True
 
 
 # Families with nothing that a cache of keys and values could hold.
@@ -31,8 +34,9 @@ UNPACKED: dict[str, str] = {
     "deepseek_v3_mla": "Latents stay exact, in transformers' own layers; it works, but packs nothing.",
     "gemma4_d512": "Layers of head_dim 512 stay exact, in transformers' own class; it works, but packs nothing.",
 }
-# The same of modes with a static cache.
 STATIC = ("static", "static_chunked")
+CHUNKED = ("chunked_prefill", "chunked_padded_prefill", "static_chunked")
+# The same of modes with a static cache.
 UNPACKED_STATIC = {
     "mistral_sliding": "In a static cache, layers with a window keep transformers' own class; it works, but packs nothing.",
 }
@@ -49,10 +53,14 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("chosen_rows", "qwen2_vl"): _ROWS,
 }
 # Faults of transformers' own that its newest release no longer has.
+_UNFILLED = "'NoneType' object is not subscriptable"  # a crop of a cross-attention's cache that holds nothing
 REFUSED_BEFORE_5_24: dict[tuple[str, str], Refusal] = {
-    ("chunked_padded_prefill", "qwen2_vl"): Refusal("", "must match the size"),
-    ("static", "llama4_chunked"): Refusal("", "unexpected keyword argument 'block_sequence_ids'"),
-    ("static_chunked", "llama4_chunked"): Refusal("", "unexpected keyword argument 'block_sequence_ids'"),
+    **{(mode, "qwen2_vl"): Refusal("", "must match the size") for mode in CHUNKED},
+    **{(mode, "llama4_chunked"): Refusal("", "unexpected keyword argument 'block_sequence_ids'") for mode in STATIC},
+    # Its model code knows static caches by the class `StaticCache` alone.
+    **{(mode, "bloom_alibi"): Refusal("", "too many values to unpack", theirs=False) for mode in STATIC},
+    ("assisted", "t5_position_bias"): Refusal("", _UNFILLED),
+    **{(mode, "t5_position_bias"): Refusal("", _UNFILLED, ours=False) for mode in ("prompt_lookup", "cropped")},
 }
 IS_OLD = Version(transformers.__version__) < Version("5.24")
 QUANTIZED = "quantized"  # the row of `test_quantized`, which compares a cache with itself

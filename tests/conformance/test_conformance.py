@@ -46,8 +46,9 @@ def test_cell(cell: Cell) -> None:
     names = attentions(cell.family)
     used = names if cell.mode == "greedy" else [names[cell.turn % len(names)]]
     if cell.refusal is not None:
-        subjects = [Stock(cell.family, static=True), *(Packed(cell.family, name) for name in used)]
-        for subject in subjects:
+        theirs = [Stock(cell.family, static=True)] if cell.refusal.theirs else []
+        ours = [Packed(cell.family, name) for name in used] if cell.refusal.ours else []
+        for subject in (*theirs, *ours):
             with subject, pytest.raises(Exception, match=cell.refusal.match):
                 MODES[cell.mode](subject)
         return

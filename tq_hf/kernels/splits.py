@@ -29,7 +29,8 @@ def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, G
     row = tl.arange(0, BATCH)
     start = tl.load(p_row_start + row, mask=row < batch, other=0)
     tiles = tl.cdiv(tl.load(p_counters + 2) * GROUPS, TILE)
-    first = (start >> PAGE_BITS) * GROUPS // TILE  # shorter pages than most can only make this too low
+    first = (start >> PAGE_BITS) * GROUPS // TILE
+    # Shorter pages than most, and a first one that begins before position 0, can only have made this too low.
     own = tl.where(row < batch, tl.maximum(tiles - first, 0), 0)
     spare = slots - batch  # the last split of a row may be a small one
     size = tl.cdiv(tl.sum(own, 0), tl.maximum(spare, 1))
