@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -121,6 +122,22 @@ def test_to_the_cpu_and_back(family: str) -> None:
     whole = torch.cat([ids_of(2, 187), ids], 1).cpu()
     exact = logits_after(on_cpu, cache_of(on_cpu, "raw"), whole, [150, 37, *GOES_ON])[:, 187:]
     assert relative(slow, expected.cpu()) < CODES * relative(exact, slow)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_over_two_devices() -> None:
+    model, expected = read("llama", [150, 37], batch=2)
+    ids = ids_of(2, sum(GOES_ON), seed=2)
+    spread = dispatch_model(
+        model_of("llama", device="cpu"),
+        {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.layers.2": 1,
+         "model.norm": 1, "lm_head": 1},
+    )  # fmt: skip
+    cache = cache_of(spread)
+    logits_after(spread, cache, ids_of(2, 187), [150, 37])
+    logits = [logits_after(m, c, ids, GOES_ON).cpu() for m, c in ((spread, cache), (model, expected))]
+    assert [layer.device.index for layer in cache.packed_layers] == [0, 1, 1]
+    assert torch.equal(*logits) and logits[0].isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
