@@ -101,6 +101,8 @@ class TurboQuantCache(DynamicCache):
     """
 
     is_decoder_only = True  # otherwise it is the half of an `EncoderDecoderCache`
+    layer_class: type[TurboQuantLayer] = TurboQuantLayer
+    hybrid_layer_class: type[HybridLayer] = HybridLayer
 
     def __init__(
         self,
@@ -133,7 +135,8 @@ class TurboQuantCache(DynamicCache):
             layer_config = unquantized if i in exact else settings
             arguments = (layer_config, self.table, self.preset, i == packable[0])
             states = getattr(stock.layers[i], "number_of_states", 0)
-            stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
+            made = self.hybrid_layer_class(*arguments, states) if states else self.layer_class(*arguments)
+            stock.layers[i] = made
         if config.is_encoder_decoder:
             self.is_decoder_only = False
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
