@@ -26,8 +26,8 @@ from eval.text import read_text, windows
 from tests import tiny_models
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.commands import RequestError
 from tq_hf.chunks import first_page_tokens, text_chunks
+from tq_hf.commands import RequestError
 from tq_hf.comparison import cache_argument, score_texts
 
 ROOT = Path(__file__).parents[1]

@@ -148,7 +148,7 @@ class TurboQuantLM(HFLM):
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
         ) as bar:
             if scheduler is not None:
-                self.batch_sizes = {}  # detected anew for these requests
+                self.batch_sizes: dict[int, int] = {}  # detected anew for these requests
             position = 0
             for batch in chunks(representatives, n=size, fn=scheduler):
                 texts, position = order[position : position + len(batch)], position + len(batch)

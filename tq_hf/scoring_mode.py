@@ -20,7 +20,7 @@ from .cache import TurboQuantCache
 from .chunks import text_chunks
 from .config import TurboQuantConfig
 
-PACKED_CHUNK = 1024  # tokens at once in mode "packed", for the sake of the logits' memory: a multiple of every page size
+PACKED_CHUNK = 1024  # tokens at once in "packed", for the sake of the logits' memory; a multiple of every page size
 EXACT_TOKENS = ("recent_window", "sink_tokens")
 
 
