@@ -264,6 +264,16 @@ def test_a_model_without_packed_layers_is_refused(folder: str, tmp_path: Path) -
         ours(str(tmp_path), tokenizer=folder)
 
 
+def test_a_model_that_forgets_its_states_generates_only(folder: str, tmp_path: Path) -> None:
+    tiny_models.tiny_model("jamba", vocab_size=900, initializer_range=0.1).save_pretrained(tmp_path)
+    model = ours(str(tmp_path), tokenizer=folder, batch_size=1)
+    asked = requests("generate_until", [(sentence(150), {"until": [], "max_gen_toks": 8})])
+    reference = HFLM(pretrained=str(tmp_path), tokenizer=folder, device="cpu")
+    assert model.generate_until(asked, True) == reference.generate_until(asked, True)
+    with pytest.raises(ValueError, match="'jamba' model goes on from a cache with single tokens only"):
+        model.loglikelihood(requests("loglikelihood", CONTINUATIONS), True)
+
+
 def test_a_model_object_keeps_its_attention(folder: str) -> None:
     loaded = theirs(folder).model
     model = TurboQuantLM(pretrained=loaded, tokenizer=theirs(folder).tokenizer, preset="raw", batch_size=2)

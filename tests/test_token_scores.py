@@ -13,7 +13,7 @@ from tq_hf.at_once import AtOnceCache
 from tq_hf.chunks import first_page_tokens, text_chunks
 from tq_hf.comparison import cache_argument
 from tq_hf.scoring_mode import ScoringMode
-from tq_hf.token_scores import TokenScores, score_tokens
+from tq_hf.token_scores import TokenScores, goes_on_in_chunks, score_tokens
 
 LENGTHS = (190, 141, 96, 20, 1)
 MODES = ("decode", "packed", "prefill=100")
@@ -83,6 +83,25 @@ def test_unquantized_pages_score_as_the_exact_model(
         torch.testing.assert_close(scores.last[row], logits[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
         greedy = logits[0, :-1].argmax(-1) == torch.tensor(text[1:])
         assert torch.equal(scores.greedy[row, : len(text) - 1], greedy)
+
+
+@pytest.mark.parametrize("family", ["gemma2_softcap", "gpt_oss_sinks", "gemma3_hybrid", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_kind_of_layer_is_scored(texts: list[list[int]], family: str, mode: str) -> None:
+    model = tiny_model(family, initializer_range=0.1)
+    model.set_attn_implementation("turboquant")
+    scores = score(model, texts, mode, "raw", page_size=32, **({} if mode == "packed" else {"recent_window": 16}))
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            expected = following(text, model(torch.tensor([text]), use_cache=False).logits)
+        torch.testing.assert_close(scores.log_probs[row, : len(text) - 1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_forget_their_states_are_known(dtype: torch.dtype) -> None:
+    for family in ("falcon_h1", "zamba2", "qwen3_next", "llama"):
+        assert goes_on_in_chunks(tiny_model(family, initializer_range=0.1).to(dtype)), family
+    assert not goes_on_in_chunks(tiny_model("jamba", initializer_range=0.1).to(dtype))
 
 
 @pytest.mark.parametrize("preset", ["tq3", "4bit_nc"])

@@ -34,7 +34,7 @@ from .commands import versions
 from .comparison import cache_argument
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .scoring_mode import ScoringMode, quantized_layers, tokens_in_pages
-from .token_scores import score_tokens
+from .token_scores import goes_on_in_chunks, score_tokens
 
 UNNAMED = "(no task)"
 Request = tuple[Any, list[int], list[int]]  # (context and continuation or None, their tokens)
@@ -79,6 +79,7 @@ class TurboQuantLM(HFLM):
         self._running: dict[str, CacheUsage] = {}
         self._tasks: Iterator[str | None] = itertools.repeat(UNNAMED)
         self._largest_batch: int | None = None
+        self._goes_on_in_chunks: bool | None = None
         self._keeps_attention = "attn_implementation" in kwargs
         super().__init__(pretrained, softmax_dtype=softmax_dtype, **kwargs)
         cache = self.new_cache()
@@ -105,6 +106,15 @@ class TurboQuantLM(HFLM):
     def new_cache(self) -> TurboQuantCache:
         """An empty cache for one batch."""
         return self.mode.new_cache(self.model.config, self.settings)
+
+    def _require_chunks(self) -> None:
+        if self._goes_on_in_chunks is None:
+            self._goes_on_in_chunks = goes_on_in_chunks(self.model)
+        if not self._goes_on_in_chunks:
+            raise ValueError(
+                f"this {self.model.config.model_type!r} model goes on from a cache with single tokens only, and forgets its"
+                " recurrent states otherwise: it can generate in modes decode and packed, and not score texts."
+            )
 
     # -- scoring -----------------------------------------------------------------------------------------------------
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -134,6 +144,7 @@ class TurboQuantLM(HFLM):
             ValueError: an empty context or continuation, one longer than the model's maximum, or a task none of whose
                 texts is long enough to read a page.
         """
+        self._require_chunks()
         tasks = [next(self._tasks, None) for _ in requests]
         inputs: dict[tuple[int, ...], list[int]] = {}  # what the model is fed, and the requests that it answers
         for index, (_, context, continuation) in enumerate(requests):
@@ -242,6 +253,7 @@ class TurboQuantLM(HFLM):
     @torch.no_grad()
     def _feed_prompt(self, context: Tensor, attention_mask: Tensor, cache: TurboQuantCache) -> None:
         """Feed all but the prompt's last chunk, which `generate()` goes on with."""
+        self._require_chunks()
         positions = (attention_mask.cumsum(1) - 1).clamp_min(0)
         argument = cache_argument(self.model)
         with self._autocast():

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
 from .cache import TurboQuantCache
 from .comparison import SLICE_ELEMENTS, cache_argument
+from .layer_rules import is_hybrid
+from .model_layers import decoder_config
 from .scoring_mode import ScoringMode, right_padding, tokens_in_pages
 
 
@@ -98,6 +101,30 @@ def score_tokens(
         del logits  # before the next ones are made: they are the largest tensors
     log_probs, greedy = (torch.cat(parts, dim=1).cpu() for parts in zip(*kept))
     return TokenScores(log_probs, greedy, torch.stack([row for row in last if row is not None]), read)
+
+
+@torch.no_grad()
+def goes_on_in_chunks(model: Any, tokens: int = 16) -> bool:
+    """Whether a model with recurrent states goes on from a cache with several tokens at once.
+
+    Some (Jamba) forget their states then, and go on right with single tokens only. The two ways are compared with a pass
+    over everything, with transformers' own cache; single tokens show how much rounding there is.
+    """
+    config = decoder_config(model.config)
+    if not is_hybrid(config):
+        return True
+    argument = cache_argument(model)
+    ids = torch.arange(1, 2 * tokens + 1, device=model.device)[None]
+    whole = model(ids, use_cache=False).logits[:, tokens:].float()
+
+    def error(parts: Sequence[Tensor]) -> float:
+        cache = DynamicCache(config=config)
+        model(ids[:, :tokens], **{argument: cache})
+        logits = torch.cat([model(part, **{argument: cache}).logits for part in parts], dim=1)
+        return ((logits.float() - whole).norm() / whole.std()).item()
+
+    rest = ids[:, tokens:]
+    return error([rest]) < 4 * error(list(rest.split(1, dim=1))) + 1e-3
 
 
 def _scores(logits: Tensor, following: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
