@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +29,7 @@ from tq_hf.cache_usage import CacheUsage  # noqa: E402
 from tq_hf.lm_eval_model import TurboQuantLM  # noqa: E402
 
 DATA = Path(__file__).parent / "data" / "lm_eval"
+LOCAL = Path(__file__).parents[1] / "eval" / "tasks"
 TASKS = ["tq_arithmetic", "tq_arithmetic_choice", "tq_prose"]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"  # noqa: E501
 
@@ -197,6 +200,45 @@ def test_the_command_runs_tasks_through_the_cache(
     assert set(result["results"]) == set(TASKS)
 
 
+def yaml_of(path: Path) -> dict[str, Any]:
+    """A task's YAML file, whose `!function` tags become the names they have."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node).rpartition(".")[2])
+    return yaml.load(path.read_text(encoding="utf-8"), Loader)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "wikitext"])
+def test_tasks_with_local_data_are_those_of_lm_eval(name: str) -> None:
+    theirs, found = yaml_of(Path(lm_eval.__file__).parent / f"tasks/{name}/{name}.yaml"), yaml_of(LOCAL / f"{name}.yaml")
+    assert (theirs["task"], found["task"]) == (name, f"{name}_local")
+    for key in set(found) - {"task", "custom_dataset"}:
+        assert found[key] == theirs[key], key
+    unused = {"dataset_path", "dataset_name", "tag", "repeats", "training_split", "validation_split"}
+    assert set(theirs) - set(found) <= unused | {"should_decontaminate", "doc_to_decontamination_query"}
+
+
+def test_tasks_with_local_data_read_the_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k").mkdir(exist_ok=True)
+        shutil.copy(DATA / f"arithmetic_{split}.jsonl", tmp_path / "gsm8k" / f"{split}.jsonl")
+    manager = TaskManager(include_path=str(LOCAL), include_defaults=False)
+    monkeypatch.setenv("TQ_HF_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"names no folder with wikitext2_raw/wikitext2_test_pages\.jsonl"):
+        manager.load(["wikitext_local"])
+    (tmp_path / "wikitext2_raw").mkdir()
+    shutil.copy(DATA / "prose.jsonl", tmp_path / "wikitext2_raw" / "wikitext2_test_pages.jsonl")
+    outcome = lm_eval.simple_evaluate(
+        model=ours(folder, preset="tq3"), tasks=["gsm8k_local", "wikitext_local"], task_manager=manager,
+        gen_kwargs={"max_gen_toks": 8}, limit=2, bootstrap_iters=0,
+    )  # fmt: skip
+    shares = {task: used["packed_share"] for task, used in outcome["config"]["tq_hf"]["tasks"].items()}
+    assert set(shares) == {"gsm8k_local", "wikitext_local"} and min(shares.values()) > 0.5
+    assert outcome["samples"]["gsm8k_local"][0]["arguments"][0][0].count("Question:") == 6
+
+
 @pytest.mark.network
 def test_a_real_model_keeps_its_perplexity(embedded_folder: Path) -> None:
     def perplexity(**arguments: Any) -> float:
@@ -345,6 +387,12 @@ def test_shares_count_what_the_last_query_reads(folder: str) -> None:
     used = model.usage["b"]
     # 8 new tokens are fed: the last one, at 197, reads the two pages there were at 197; the second row starts at 10.
     assert (used.texts, used.tokens, used.packed_tokens) == (2, 198 + 188, 128 + 118)
+    # A single new token comes from the prompt's last chunk, from 196 on; in `packed`, from a prompt whose pages are packed.
+    asked = requests("generate_until", [(sentence(200, 1), {"until": [], "max_gen_toks": 1})], "c")
+    for mode, packed in (("prefill=100", 128), ("packed", 192)):
+        model = ours(folder, preset="tq4", mode=mode)
+        model.generate_until(asked, True)
+        assert (model.usage["c"].tokens, model.usage["c"].packed_tokens) == (200, packed)
 
 
 def test_usage_is_summed_over_processes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
