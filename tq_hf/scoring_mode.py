@@ -3,7 +3,7 @@
 - `decode`: what decoding token by token reads, the preset's exact tail and first tokens included; everything older is read
   from packed pages. Fed in chunks that end where a page falls due, which is the same within rounding.
 - `packed`: every query reads quantized keys and values, its own token's included, and nothing stays exact: the pure
-  quantizer, for comparison with figures published for it. Where keys are centred or balanced, this looks ahead: a page's mean
+  quantizer, for comparison with figures published for it. It looks ahead where keys are centred or balanced: a page's mean
   knows the whole page, and the balance of channels the whole first page.
 - `prefill=N`: the first N tokens attend exactly, as a prompt does, and later ones read the cache as in `decode`.
 """
