@@ -118,12 +118,22 @@ class TurboQuantLM(HFLM):
 
     # -- scoring -----------------------------------------------------------------------------------------------------
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation in nats, and whether it is the greedy one, as `HFLM` gives them.
+
+        Raises:
+            ValueError: see `_loglikelihood_tokens`.
+        """
         self._tasks = map(_task, requests)
         results = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         self._account()
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of each whole text in nats, in windows of the model's maximum, as `HFLM` gives it.
+
+        Raises:
+            ValueError: a task none of whose texts read a packed page.
+        """
         self._tasks = itertools.chain(self._tasks_of_windows(requests), itertools.repeat(None))
         results = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         self._account()
@@ -220,6 +230,11 @@ class TurboQuantLM(HFLM):
 
     # -- generating --------------------------------------------------------------------------------------------------
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to a stop sequence, as `HFLM` gives them; a task's requests together.
+
+        Raises:
+            ValueError: a task none of whose new tokens read a packed page.
+        """
         by_task: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_task.setdefault(_task(request), []).append(index)
