@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tq_hf import ATTENTION_NAME, TurboQuantCache
-from tq_hf.comparison import Progress, TextScores, score_texts, text_chunks
+from tq_hf.chunks import text_chunks
+from tq_hf.comparison import Progress, TextScores, score_texts
 from tq_hf.layout import PageLayout
 
 from . import simulated_cache

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.at_once import AtOnceCache
 
-from .at_once import AtOnceCache
 from .outlier_split import Split
 from .simulated_cache import SimulatedCache
 

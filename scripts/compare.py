@@ -20,8 +20,9 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.chunks import first_page_tokens
 from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, serve, versions
-from tq_hf.comparison import Agreement, Generation, cache_nbytes, first_page_tokens, generate_timed, logit_agreement
+from tq_hf.comparison import Agreement, Generation, cache_nbytes, generate_timed, logit_agreement
 from tq_hf.config import DEFAULT_PRESET, PRESETS
 
 COMPARED_POSITIONS = 1024

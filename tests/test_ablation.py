@@ -26,8 +26,9 @@ from eval.text import read_text, windows
 from tests import tiny_models
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantConfig
+from tq_hf.chunks import first_page_tokens, text_chunks
 from tq_hf.commands import RequestError
-from tq_hf.comparison import cache_argument, first_page_tokens, score_texts, text_chunks
+from tq_hf.comparison import cache_argument, score_texts
 
 ROOT = Path(__file__).parents[1]
 ROWS = 2
@@ -448,14 +449,15 @@ def test_at_once_every_query_reads_packed_states(sharp_model: Any) -> None:
     torch.testing.assert_close(same, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_at_once_refuses_exact_tokens_and_parts_of_pages(sharp_model: Any) -> None:
+def test_at_once_refuses_exact_tokens_and_keeps_parts_of_pages(sharp_model: Any) -> None:
     setting = named("4bit_nc, as published")
     with pytest.raises(ValueError, match="recent_window=64"):
         replace(setting, config=replace(setting.config, recent_window=64)).new_cache(sharp_model.config)
     cache = setting.new_cache(sharp_model.config)
     sharp_model.set_attn_implementation("turboquant")
-    with pytest.raises(ValueError, match="6 tokens do not fill a page: feed chunks of 64"):
-        sharp_model(prompt(1, 70), past_key_values=cache)
+    sharp_model(prompt(1, 70), past_key_values=cache)
+    report = cache.report().layers[0]
+    assert (report.packed_tokens, report.exact_tokens) == (64, 6)
 
 
 def test_at_once_needs_whole_pages_before_anything_runs(sharp_model: Any) -> None:

@@ -9,13 +9,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.chunks import first_page_tokens, text_chunks
 from tq_hf.comparison import (
     cache_argument,
     cache_nbytes,
-    first_page_tokens,
     generate_timed,
     logit_agreement,
-    text_chunks,
 )
 
 

@@ -13,6 +13,9 @@ from tests.test_kernels_attend import Case, check, interpreted, narrow, on_gpu
 BFLOAT16 = torch.bfloat16
 
 
+NOTHING_EXACT = (("page_size", 32), ("recent_window", 0), ("sink_tokens", 0))
+
+
 @interpreted
 @pytest.mark.parametrize("preset", [name for name in KERNEL_PRESETS if name != "raw"])
 def test_interpreted_presets(preset: str) -> None:
@@ -51,6 +54,8 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(rows=2, mask="shared", aux_sinks=True, new=3),
         Case(queries=40, new=2),  # the first queries do not see the end of the history
         Case(new=0),
+        Case(new=0, length=96, queries=96, options=NOTHING_EXACT),  # a prompt that reads itself from its pages
+        Case("4bit_nc", new=0, length=96, queries=40, rows=2, row_start=(0, 33), mask="row", options=NOTHING_EXACT),
         Case(new=1, causal=False),
         Case(crop=31, length=85),
         Case(value_size=1e-4),
@@ -111,6 +116,8 @@ def test_dims(preset: str, dim: int, value_dim: int, queries: int) -> None:
         Case(rows=2, mask="shared", aux_sinks=True),
         Case(mask="strided"),
         Case(new=0, causal=False),
+        Case(new=0, queries=480, options=NOTHING_EXACT),
+        Case("4bit_nc", new=0, queries=300, rows=2, row_start=(0, 33), mask="row", options=NOTHING_EXACT),
         Case(queries=200, new=3),
         Case(queries=70, crop=33),
         Case("tq2", options=(("page_size", 256),)),

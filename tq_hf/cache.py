@@ -65,6 +65,9 @@ class TurboQuantCache(DynamicCache):
     """
 
     is_decoder_only = True  # otherwise it is the half of an `EncoderDecoderCache`
+    layer_class: type[TurboQuantLayer] = TurboQuantLayer
+    hybrid_layer_class: type[HybridLayer] = HybridLayer
+    sliding_layer_class: type[SlidingLayer] = SlidingLayer
 
     def __init__(
         self,
@@ -103,12 +106,13 @@ class TurboQuantCache(DynamicCache):
             if (window := getattr(stock.layers[i], "sliding_window", None)) is not None:
                 if window not in self.sliding_tables:
                     self.sliding_tables[window] = SlidingTable(self.table, window, shares_keys)
-                stock.layers[i] = SlidingLayer(settings, self.sliding_tables[window], self.preset, rotary)
+                stock.layers[i] = self.sliding_layer_class(settings, self.sliding_tables[window], self.preset, rotary)
                 continue
             layer_config = unquantized if i in exact else settings
             arguments = (layer_config, self.table, self.preset, rotary, i == packed[0])
             states = getattr(stock.layers[i], "number_of_states", 0)
-            stock.layers[i] = HybridLayer(*arguments, states) if states else TurboQuantLayer(*arguments)
+            made = self.hybrid_layer_class(*arguments, states) if states else self.layer_class(*arguments)
+            stock.layers[i] = made
         if config.is_encoder_decoder:
             self.is_decoder_only = False
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import TurboQuantCache
-from .config import TurboQuantConfig
+from .chunks import text_chunks
 from .memory import storage_bytes
 
 Progress = Callable[[int], None]
@@ -111,32 +111,6 @@ def generate_timed(
 def cache_nbytes(cache: Any) -> int:
     """Bytes of all tensors that the layers of a transformers cache hold."""
     return sum(storage_bytes(vars(layer)) for layer in cache.layers)
-
-
-def first_page_tokens(config: TurboQuantConfig) -> int:
-    """How many tokens a sequence has when its first page is packed."""
-    return config.sink_tokens + config.recent_window + config.page_size
-
-
-def text_chunks(length: int, config: TurboQuantConfig, positions: int | None = None) -> list[tuple[int, int]]:
-    """Cut a text so that feeding it in chunks reads what feeding it token by token would read.
-
-    After the first chunk, the prompt, at least one page is packed; each later chunk ends where the next page falls due, so
-    no page becomes due in the middle of a chunk.
-
-    Args:
-        length: tokens of the text.
-        config: the packed cache's configuration.
-        positions: how many positions after the prompt are wanted, at least; None: as many as there can be.
-
-    Returns:
-        [(start, end), ...], covering 0 .. length.
-    """
-    first = first_page_tokens(config)
-    if positions is not None:
-        first += max(0, length - positions - first) // config.page_size * config.page_size
-    ends = [*range(first, length, config.page_size), length]
-    return list(zip([0, *ends], ends))
 
 
 @dataclass(frozen=True)

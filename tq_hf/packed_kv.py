@@ -270,9 +270,9 @@ def scaled_dot_product_attention(
             out = attend_first(query, step, attn_mask, is_causal, scale)
             layer.commit(step, attn_mask, query)
             return out
-        if not is_causal:
+        if not is_causal or query.shape[2] == key.shape[2]:
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
-            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=False).transpose(1, 2)
+            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=is_causal).transpose(1, 2)
             layer.commit(step, attn_mask, query)
             return out
     return F.scaled_dot_product_attention(
