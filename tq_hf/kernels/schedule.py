@@ -159,7 +159,7 @@ def schedule(
     fast = packed and decodes(page, columns, positive, per_query or causal_pages)
     wide = packed and not fast and extends(page, columns, positive)
     key_block, value_block = power_of_two(page.key_dim_padded), power_of_two(page.value_dim_padded)
-    # Each kernel but the first may start before the one ahead of it has finished.
+    # Each kernel may start before the one ahead of it has finished.
     overlap = (fast or wide) and _properties(device).major >= 9
     early = {"launch_pdl": True} if overlap else {}
 
@@ -210,10 +210,10 @@ def schedule(
     if packed:
         prepare_launch = Launch(
             prepare, (rows + (batch if plans else 0), plans + page.key_dim_padded // 32, cdiv(columns, TAIL_COLUMNS)),
-            {"num_warps": 1, "maxnreg": PREPARE_REGISTERS[key_block > 128]},
+            {"num_warps": 1, "maxnreg": PREPARE_REGISTERS[key_block > 128], **early},
             {"DIM": page.key_dim, "PADDED": page.key_dim_padded, "DTYPE": _TRITON_DTYPES[query_dtype],
              "FP8": page.key_format == "fp8", "PLAIN": plain, "CENTERED": page.center_keys, "GROUPS": page.groups,
-             "PAGE_WORDS": page.page_words, "ENTRIES": entries, "AWAITED": overlap},
+             "PAGE_WORDS": page.page_words, "ENTRIES": entries, "CHAINED": overlap},
         )  # fmt: skip
     if wide and page.center_keys:
         means_launch = Launch(
