@@ -9,9 +9,13 @@ reference. Times are per call, from CUDA-graph replay over as many copies of the
     prepare     what goes before: the queries, the scores of the pages' mean keys, the tokens that count
     fwd         packed pages and exact tokens alone
 
+Kernels start as early as they do in a model: what `fwd + comb` leaves of a call starts behind the call before, as it starts
+behind its own preparation there. So the parts do not add up to the total.
+
     python scripts/bench_decode.py [--json PATH] [--presets tq4,tq3] [--shapes 1x8k,8x32k] [--heads 2x7x64]
 
-Rows that the JSON holds already are not measured again, if they were measured on this GPU with the same code.
+Rows that the JSON holds already are not measured again, if they were measured on this GPU with the same code. `bars.py` says
+what the rows are to reach; an error above its bar makes the script fail.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bars import ERROR, decode_bars, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,7 +55,6 @@ CHUNK = 4096
 HOST_CALLS = 50
 ROTATED_BYTES = 2.5e8  # several times the largest L2 cache
 CHECKED = 128  # queries, at most, that are compared with the reference
-TOLERANCE = 2e-3  # relative RMS error of bf16 outputs
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -253,8 +257,6 @@ def measure(case: Case) -> dict[str, Any]:
     with without("decode", "combine"):
         result["prepare"] = microseconds(calls)
     result |= {"host": host_time(calls[0]), "bytes": size}
-    if not result["error"] <= TOLERANCE:
-        raise RuntimeError(f"{case}: relative RMS error {result['error']:.1e} against the reference")
     return result
 
 
@@ -348,6 +350,9 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(found | {"results": results}, indent=1) + "\n")
         print(line(done[case], ceiling), flush=True)
+    print("\n" + table(list(decode_bars(found | {"results": results}))))
+    if not all(result["error"] <= ERROR for result in results):
+        raise SystemExit(f"relative RMS error above {ERROR:.1e} against the reference")
 
 
 if __name__ == "__main__":

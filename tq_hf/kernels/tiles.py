@@ -11,7 +11,6 @@ import triton.language as tl
 from .dequant import chunk_runs, split_last4
 from .warp import lane_of_four, permute_bytes, prefetch, split_halves
 
-
 LINE = tl.constexpr(32)  # words of a cache line
 
 
