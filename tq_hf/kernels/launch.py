@@ -14,6 +14,7 @@ from triton import knobs
 
 Grid = tuple[int, int, int]
 Number = int | float | None
+Part = Callable[[tuple[Number, ...]], Any]  # some of a call's numbers
 KNOWN = 1024  # calls that a launcher remembers, at most
 LARGE = 1 << 31  # integers from here on make a 64-bit parameter
 # Releases of Triton whose driver's launch functions are known here.
@@ -34,16 +35,14 @@ class Launcher:
     Numbers that the kernel has in `do_not_specialize` are integers, and change from call to call without a first launch.
     """
 
-    __slots__ = ("_compiled", "_decisive", "_others", "_values", "constants", "kernel", "options")
+    __slots__ = ("_compiled", "_parts", "_values", "constants", "kernel", "options")
 
     def __init__(self, kernel: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
         self.kernel, self.options, self.constants = kernel, options, constants
         self._values = tuple(constants.values())
         # By what Triton specializes on, or more: the device, which tensors are missing, offsets from 16 bytes, numbers.
         self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
-        # The numbers that Triton specializes on, and those it does not.
-        self._decisive: Callable[[tuple[Number, ...]], tuple[Number, ...]] | None = None
-        self._others: Callable[[tuple[Number, ...]], tuple[int, ...]]
+        self._parts: tuple[Part, Part] | None = None
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
         """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
@@ -64,10 +63,9 @@ class Launcher:
                 addresses.append(address)
         offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if self._decisive is None:
-            self._sort_numbers(len(tensors), len(numbers))
-        others = self._others(numbers)
-        key = device, missing, offsets, self._decisive(numbers), max(others) >= LARGE and others  # type: ignore[misc]
+        decisive, others = self._parts or self._divide(len(tensors), len(numbers))
+        plain = others(numbers)
+        key = device, missing, offsets, decisive(numbers), max(plain) >= LARGE and plain
         found = self._compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
@@ -81,13 +79,17 @@ class Launcher:
             stream = torch._C._cuda_getCurrentRawStream(device)
             found[1](grid, stream, (*addresses, *numbers, *self._values))
 
-    def _sort_numbers(self, first: int, count: int) -> None:
+    def _divide(self, first: int, count: int) -> tuple[Part, Part]:
+        """What picks the numbers that Triton specializes on, and those that it does not, at least one."""
         parameters = getattr(self.kernel, "params", ())[first : first + count]
         plain = [i for i, parameter in enumerate(parameters) if parameter.do_not_specialize]
-        # A single item, or none, would not be a tuple.
-        self._others = itemgetter(*plain) if len(plain) > 1 else lambda numbers: (0, *(numbers[i] for i in plain))
         decisive = [i for i in range(count) if i not in plain]
-        self._decisive = itemgetter(*decisive) if len(decisive) > 1 else lambda numbers: tuple(numbers[i] for i in decisive)
+        # itemgetter gives no tuple of a single item.
+        self._parts = (
+            itemgetter(*decisive) if len(decisive) > 1 else lambda numbers: tuple(numbers[i] for i in decisive),
+            itemgetter(*plain) if len(plain) > 1 else lambda numbers: (0, *(numbers[i] for i in plain)),
+        )
+        return self._parts
 
 
 def driver_launch(compiled: Any) -> Callable[[Grid, int, tuple[Any, ...]], None]:
