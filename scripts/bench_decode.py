@@ -5,12 +5,11 @@ Pages are written by the package's own commit, and one row and head of every mea
 reference. Times are per call, from CUDA-graph replay over as many copies of the cache as exceed the L2 cache:
 
     total       everything that `attend` launches
-    fwd + comb  packed pages, the exact tokens (window, sinks, new ones) and the combination; without the preparation
+    fwd + comb  packed pages, the exact tokens (window, sinks, new ones) and the combination: without the preparation
     prepare     what goes before: the queries, the scores of the pages' mean keys, the tokens that count
     fwd         packed pages and exact tokens alone
 
-Kernels start as early as they do in a model: what `fwd + comb` leaves of a call starts behind the call before, as it starts
-behind its own preparation there. So the parts do not add up to the total.
+A kernel starts while the one ahead of it ends, so the parts add up to more than the total.
 
     python scripts/bench_decode.py [--json PATH] [--presets tq4,tq3] [--shapes 1x8k,8x32k] [--heads 2x7x64]
 
