@@ -147,10 +147,6 @@ def multiply(
     return [d[G + 8 * (r // 2), 2 * T + r % 2].astype(registers[6].dtype) for r in range(4)]
 
 
-def prefetch(address: Register) -> list[Register]:
-    return [np.zeros(32, np.int32)]
-
-
 INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "prmt.b32": permute_bytes,
     "shfl.sync.bfly": lane_xor,
@@ -162,7 +158,6 @@ INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "max.f16x2": larger_halves,
     "cvt.f32.f16": split_halves,
     "mov.b32 $0, {$1, $2}": join_halves,
-    "prefetch.global": prefetch,
     "cvt.rn.f16x2.f32": pack_halves,
     "fma.rn.f16x2": multiply_add_halves,
     "fma.rn.sat.f16x2": saturated_multiply_add_halves,

@@ -69,7 +69,6 @@ from .tiles import (
     load_means,
     load_pages,
     part,
-    prefetch_groups,
     tile_groups,
     token_halves,
 )
@@ -249,7 +248,6 @@ def decode(
         keys = load_codes(p_groups, 0, L.key_words)
         values = load_codes(p_groups, KEYS, L.value_words)
         fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
-        prefetch_groups(tile_groups(next_pages, p_groups, p_head, heads, first + n_s, L, TILE), L.group_words)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     zero = tl.zeros([32], tl.int32)
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, split_last4
-from .warp import lane_of_four, permute_bytes, prefetch, split_halves
-
-LINE = tl.constexpr(32)  # words of a cache line
+from .warp import lane_of_four, permute_bytes, split_halves
 
 
 @triton.jit
@@ -78,15 +76,6 @@ def load_codes(p_groups, OFFSET: tl.constexpr, COUNT: tl.constexpr):
     for u in tl.static_range(len(p_groups)):
         blocks = blocks + load_lane_words(p_groups[u] + OFFSET, COUNT)
     return blocks
-
-
-@triton.jit
-def prefetch_groups(p_groups, WORDS: tl.constexpr):
-    """Brings groups of so many words to the L2 cache, a line a lane."""
-    lane = tl.arange(0, 32)
-    for u in tl.static_range(len(p_groups)):
-        for first in tl.static_range(0, WORDS, 32 * LINE):
-            prefetch(p_groups[u] + tl.minimum(first + LINE * lane, WORDS - 1))
 
 
 @triton.jit

@@ -162,14 +162,6 @@ def round_to_pair(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def prefetch(p):
-    """Brings the memory at `p` to the L2 cache. What it returns means nothing."""
-    return tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def join_halves(low, high):
     """Two 16-bit numbers as a word."""
     low = low.to(tl.int16, bitcast=True)
