@@ -261,25 +261,33 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def compile_kernels(cases: list[Case]) -> None:
-    """Run the cases' kernels on layers without tokens, in a process of its own: Triton's cache keeps what it compiles."""
+def compile_kernels(cases: list[Case], filling: bool) -> None:
+    """Run what fills the first case's layer, or the attention of all cases, on layers without tokens. Triton's cache keeps the
+    kernels that this compiles."""
     torch.set_num_threads(1)
-    for i, case in enumerate(cases):
+    for case in cases[:1] if filling else cases:
         layer = empty_state(case)
-        layer.attend()
-        if i == 0:
+        if filling:
             fill(case, layer, min(CHUNK, case.length))
+        else:
+            layer.attend()
         torch.cuda.synchronize()
 
 
 def compile_all(cases: list[Case]) -> None:
-    jobs: dict[Any, list[Case]] = {}
+    """In processes beside each other, for cases that mostly share kernels."""
+    attention: dict[Any, list[Case]] = {}
+    filling: dict[Any, list[Case]] = {}
     for case in cases:
-        jobs.setdefault((case.heads, case.preset), []).append(case)
-    workers = min(len(jobs), os.cpu_count() or 1)
+        attention.setdefault((case.heads, case.preset, case.rows > 1), []).append(case)
+        filling.setdefault((case.heads, case.preset), []).append(case)
+    workers = min(len(attention) + len(filling), os.cpu_count() or 1)
     if workers > 1:
         with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compile_kernels, jobs.values()))
+            jobs = [pool.submit(compile_kernels, its, False) for its in attention.values()]
+            jobs += [pool.submit(compile_kernels, its, True) for its in filling.values()]
+            for job in jobs:
+                job.result()
 
 
 def code_hash() -> str:
