@@ -262,8 +262,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def compile_kernels(cases: list[Case], filling: bool) -> None:
-    """Run what fills the first case's layer, or the attention of all cases, on layers without tokens. Triton's cache keeps the
-    kernels that this compiles."""
+    """Run what fills the first case's layer, or the attention of all cases, on layers without tokens, for Triton's cache."""
     torch.set_num_threads(1)
     for case in cases[:1] if filling else cases:
         layer = empty_state(case)
