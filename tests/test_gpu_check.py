@@ -45,6 +45,12 @@ def test_a_part_that_runs_out_of_time_can_still_report(
     assert status == "out of time" and seconds < 20
 
 
+def test_every_gpu_test_is_in_a_file_that_is_run(gpu_check: ModuleType) -> None:
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        if path != Path(__file__) and "mark.gpu" in path.read_text():
+            assert any(path.match(f"tests/{pattern}") for pattern in gpu_check.GPU_TESTS), path
+
+
 def test_rows_are_found_and_tabulated(gpu_check: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     assert gpu_check.read_rows(path) == []

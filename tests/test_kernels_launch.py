@@ -28,6 +28,7 @@ class FakeKernel:
 
     def __init__(self) -> None:
         self.compilations = 0
+        self.params: list[Any] = []
         self.launches: list[tuple[Any, ...]] = []
         """How, grid, arguments."""
 
@@ -111,6 +112,18 @@ def test_what_triton_specializes_on_compiles_again(change: dict[str, Any], what:
         launch(kernel, (1,), **arguments)
     assert kernel.compilations == 2, what
     assert [how for how, *_ in kernel.launches[2:]] == ["driver"] * 2
+
+
+def test_numbers_that_triton_does_not_specialize_on_may_change() -> None:
+    kernel = FakeKernel()
+    kernel.params = [SimpleNamespace(do_not_specialize=name in ("b", "c")) for name in ("p_x", "a", "b", "c", "d", "WIDTH")]
+    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    for i, numbers in enumerate([(6, 1, 16, 0.5), (6, 2, 17, 0.5), (6, -3, 16, 0.5)]):
+        launcher((1, 1, 1), (X,), numbers)
+        assert kernel.compilations == 1 and kernel.launches[i][2] == (*((X.data_ptr(),) if i else (X,)), *numbers, 8)
+    for numbers in ((7, 1, 16, 0.5), (6, 1, 1 << 31, 0.5), (6, 1, 16, None)):
+        launcher((1, 1, 1), (X,), numbers)
+    assert kernel.compilations == 4
 
 
 def test_each_misaligned_tensor_counts() -> None:

@@ -4,6 +4,7 @@ than most of the kernels here run. Here the variant of a first launch is kept fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from triton import knobs
 
 Grid = tuple[int, int, int]
 Number = int | float | None
+Part = Callable[[tuple[Number, ...]], Any]  # some of a call's numbers
 KNOWN = 1024  # calls that a launcher remembers, at most
+LARGE = 1 << 31  # integers from here on make a 64-bit parameter
 # Releases of Triton whose driver's launch functions are known here.
 OLDEST, NEWEST = (3, 5), (3, 9)
 
@@ -28,15 +31,18 @@ class Launcher:
         kernel: a `triton.jit` function, whose parameters are pointers, then numbers, then constants.
         options: of the compiler, as num_warps.
         constants: for the parameters that are `tl.constexpr`, in the signature's order.
+
+    Numbers that the kernel has in `do_not_specialize` are integers, and change from call to call without a first launch.
     """
 
-    __slots__ = ("_compiled", "_values", "constants", "kernel", "options")
+    __slots__ = ("_compiled", "_parts", "_values", "constants", "kernel", "options")
 
     def __init__(self, kernel: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
         self.kernel, self.options, self.constants = kernel, options, constants
         self._values = tuple(constants.values())
         # By what Triton specializes on, or more: the device, which tensors are missing, offsets from 16 bytes, numbers.
         self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
+        self._parts: tuple[Part, Part] | None = None
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
         """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
@@ -57,7 +63,9 @@ class Launcher:
                 addresses.append(address)
         offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        key = device, missing, offsets, numbers
+        decisive, others = self._parts or self._divide(len(tensors), len(numbers))
+        plain = others(numbers)
+        key = device, missing, offsets, decisive(numbers), max(plain) >= LARGE and plain
         found = self._compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
@@ -70,6 +78,18 @@ class Launcher:
         else:
             stream = torch._C._cuda_getCurrentRawStream(device)
             found[1](grid, stream, (*addresses, *numbers, *self._values))
+
+    def _divide(self, first: int, count: int) -> tuple[Part, Part]:
+        """What picks the numbers that Triton specializes on, and those that it does not, at least one."""
+        parameters = getattr(self.kernel, "params", ())[first : first + count]
+        plain = [i for i, parameter in enumerate(parameters) if parameter.do_not_specialize]
+        decisive = [i for i in range(count) if i not in plain]
+        # itemgetter gives no tuple of a single item.
+        self._parts = (
+            itemgetter(*decisive) if len(decisive) > 1 else lambda numbers: tuple(numbers[i] for i in decisive),
+            itemgetter(*plain) if len(plain) > 1 else lambda numbers: (0, *(numbers[i] for i in plain)),
+        )
+        return self._parts
 
 
 def driver_launch(compiled: Any) -> Callable[[Grid, int, tuple[Any, ...]], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .query import LOG2_E, column_rows, encode, power_of_two_above
 from .rows import load_run, rest_of_fp16, round_to_pairs, row_products, store_run, sum_of_squares
@@ -148,7 +148,7 @@ def prepare(
     rows, heads, columns, group, sinks, stride_page_ids, capacity, stride_qb, stride_qh, stride_qt, mask_b, mask_k,
     factor_at, rotated_at, plain_at, kept_at, means_at, plans, scaling, softcap,
     DIM: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr, PLAIN: tl.constexpr,
-    CENTERED: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, AWAITED: tl.constexpr,
+    CENTERED: tl.constexpr, GROUPS: tl.constexpr, PAGE_WORDS: tl.constexpr, ENTRIES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, plans + PADDED / 32, blocks of 8 columns), one warp each. Of each of the `rows` = B * H, the first `plans`
     programs score the means of ENTRIES entries each, the others take 32 coordinates of the queries each. If `plans` is not
@@ -162,9 +162,11 @@ def prepare(
             plain_at: if PLAIN, fp16 [B * H, columns, PADDED], of `packed.attend_packed`.
             kept_at, means_at: of `decode.decode`.
         CENTERED: whether pages have mean keys.
-        AWAITED: whether the next kernel may start before this one has finished, and waits for it.
+        CHAINED: whether the program may start before what is ahead of it has finished, and the next kernel before this one
+            has. That one may read the cache at once: nothing here lets it start while tokens are still being committed.
     """
-    if AWAITED:
+    if CHAINED:
+        gdc_wait()
         gdc_launch_dependents()
     i_bh, i_p = tl.program_id(0), tl.program_id(1)
     first = i_p * ENTRIES

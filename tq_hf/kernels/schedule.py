@@ -52,9 +52,9 @@ EXTEND_STAGES = 3  # tiles on their way, the present one included
 MIN_TILES = 3  # tiles that a split of it should have
 BUFFER_BYTES = 1 << 14  # groups larger than this are buffered once, not twice
 MIN_GROUPS = 3  # groups a split should have, to be worth its partial result
-# Results that a program of the combining kernel takes in at once, and their numbers: a warp's, and those of a program that
-# rotates back.
-COMBINE_SPLITS, COMBINE_NUMBERS, COMBINE_NUMBERS_ROTATED = 256, 1 << 11, 1 << 13
+# Results that a program of the combining kernel takes in at once, the least dimensions of each, and their numbers: a warp's,
+# and those of a program that rotates back.
+COMBINE_SPLITS, COMBINE_DIMS, COMBINE_NUMBERS, COMBINE_NUMBERS_ROTATED = 256, 32, 1 << 11, 1 << 13
 _TRITON_DTYPES = {
     torch.int16: tl.int16, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32
 }  # fmt: skip
@@ -159,7 +159,7 @@ def schedule(
     fast = packed and decodes(page, columns, positive, per_query or causal_pages)
     wide = packed and not fast and extends(page, columns, positive)
     key_block, value_block = power_of_two(page.key_dim_padded), power_of_two(page.value_dim_padded)
-    # Each kernel but the first may start before the one ahead of it has finished.
+    # Each kernel may start before the one ahead of it has finished.
     overlap = (fast or wide) and _properties(device).major >= 9
     early = {"launch_pdl": True} if overlap else {}
 
@@ -210,10 +210,10 @@ def schedule(
     if packed:
         prepare_launch = Launch(
             prepare, (rows + (batch if plans else 0), plans + page.key_dim_padded // 32, cdiv(columns, TAIL_COLUMNS)),
-            {"num_warps": 1, "maxnreg": PREPARE_REGISTERS[key_block > 128]},
+            {"num_warps": 1, "maxnreg": PREPARE_REGISTERS[key_block > 128], **early},
             {"DIM": page.key_dim, "PADDED": page.key_dim_padded, "DTYPE": _TRITON_DTYPES[query_dtype],
              "FP8": page.key_format == "fp8", "PLAIN": plain, "CENTERED": page.center_keys, "GROUPS": page.groups,
-             "PAGE_WORDS": page.page_words, "ENTRIES": entries, "AWAITED": overlap},
+             "PAGE_WORDS": page.page_words, "ENTRIES": entries, "CHAINED": overlap},
         )  # fmt: skip
     if wide and page.center_keys:
         means_launch = Launch(
@@ -423,7 +423,7 @@ def _combine_tile(columns: int, results: int, value_block: int, rotated: bool) -
         return 1, COMBINE_NUMBERS_ROTATED // value_block, step, 8
     # All results at once, if they are not too many, and as few dimensions as are worth reading together.
     splits = max(LANES, min(COMBINE_SPLITS, power_of_two(results)))
-    step = min(value_block, max(LANES, COMBINE_NUMBERS // splits))
+    step = min(value_block, max(COMBINE_DIMS, COMBINE_NUMBERS // splits))
     return 1, splits, step, max(1, splits * step // COMBINE_NUMBERS)
 
 

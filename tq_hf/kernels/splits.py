@@ -32,10 +32,18 @@ def row_splits(p_row_start, p_counters, batch, slots, PAGE_BITS: tl.constexpr, G
     first = (start >> PAGE_BITS) * GROUPS // TILE
     # Shorter pages than most, and a first one that begins before position 0, can only have made this too low.
     own = tl.where(row < batch, tl.maximum(tiles - first, 0), 0)
-    spare = slots - batch  # the last split of a row may be a small one
-    size = tl.cdiv(tl.sum(own, 0), tl.maximum(spare, 1))
-    size = tl.where(spare > 0, tl.maximum(size, LEAST), tl.maximum(tiles, 1))
-    return first, tl.cdiv(own, size), tiles
+    total = tl.sum(own, 0)
+    least = tl.maximum(tl.cdiv(total, slots), LEAST)
+    if BATCH == 1:
+        return first, tl.cdiv(own, least), tiles
+    else:  # the last split of a row may be a small one, so that somewhat larger splits are needed to fit the slots
+        spare = slots - batch
+        most = tl.where(spare > 0, tl.maximum(tl.cdiv(total, tl.maximum(spare, 1)), least), tl.maximum(tiles, 1))
+        size = most
+        for i in tl.static_range(3):  # sizes without a guarantee, which may fit nevertheless
+            smaller = least + (most - least) * (2 - i) // 3
+            size = tl.where(tl.sum(tl.cdiv(own, smaller), 0) <= slots, smaller, size)
+        return first, tl.cdiv(own, size), tiles
 
 
 @triton.jit

@@ -1,0 +1,126 @@
+"""The bars that the kernels are to reach on an H200, beside what the benchmarks measured.
+
+    python scripts/bars.py DIR     DIR: where `scripts/gpu_check --out` left the benchmarks' JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ERROR = 2e-3  # relative RMS error of bf16 outputs against the reference
+# Packed decode attention: how many times faster than the best SDPA over bf16 tensors, by shape and preset.
+DECODE = {
+    "1x8k": {"tq4": 2.0, "tq3": 2.2, "tq3v2": 2.2, "tq2": 2.25},
+    "1x32k": {"tq4": 2.6, "tq3": 3.1, "tq3v2": 3.3, "tq2": 3.4},
+    "1x128k": {"tq4": 3.05, "tq3": 3.7, "tq3v2": 4.0, "tq2": 4.5},
+    "8x32k": {"tq4": 3.1, "tq3": 3.7, "tq3v2": 4.0, "tq2": 4.5},
+    "32x32k": {"tq4": 3.3, "tq3": 3.9, "tq3v2": 4.2, "tq2": 4.6},
+}
+USUAL_HEADS = "8x4x128"
+OTHER_HEADS = 2.0
+COPY_SHARE, COPY_SHARE_OF = 0.7, ("tq4", "k8v4")  # of the device copy's speed, at 8x32k
+RAGGED = 1.15  # times an even batch
+STEP_US, PAGE_STEP_US, PREFILL_GB_S = 5.0, 10.0, 800.0
+CHUNKS = {2: 1.3, 4: 1.3, 16: 2.5}  # times one query
+FLASH_SHARE, EXTRA_MIB = 0.6, 64.0
+HOST_US = 60.0  # update + attend of one layer
+
+
+@dataclass(frozen=True)
+class Bar:
+    what: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def decode_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    for row in found["results"]:
+        heads, shape, preset, counted = row["heads"], row["shape"], row["preset"], row["forward_combine"]
+        name = f"{shape} {preset}" if heads == USUAL_HEADS else f"{shape} {preset}, heads {heads}"
+        if shape == "ragged":
+            yield Bar(f"{name}: times an even batch", row["total"] / row["even"], RAGGED)
+        elif row["sdpa"]:
+            limit = DECODE.get(shape, {}).get(preset) if heads == USUAL_HEADS else OTHER_HEADS
+            if limit is not None:
+                yield Bar(f"{name}: SDPA / (fwd + comb)", min(row["sdpa"].values()) / counted, limit, at_least=True)
+        if (heads, shape) == (USUAL_HEADS, "8x32k") and preset in COPY_SHARE_OF:
+            share = row["bytes"] / counted * 1e6 / found["copy_bytes_per_second"]
+            yield Bar(f"{name}: share of the copy's speed", share, COPY_SHARE, at_least=True)
+    yield _worst_error(found["results"], "decode")
+
+
+def extend_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    one = next((row["attend"] for row in found["results"] if row["queries"] == 1), None)
+    for row in found["results"]:
+        queries = row["queries"]
+        name = f"{row['shape']} {row['preset']}, {queries} queries"
+        if "flash" in row:
+            yield Bar(f"{name}: share of flash SDPA's speed", row["flash"] / row["attend"], FLASH_SHARE, at_least=True)
+            yield Bar(f"{name}: MiB beside the output", row["extra_bytes"] / 2**20, EXTRA_MIB)
+        elif one is not None and queries in CHUNKS:
+            yield Bar(f"{name}: times one", row["attend"] / one, CHUNKS[queries])
+    yield _worst_error(found["results"], "extend")
+
+
+def store_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    for row in found["rows"]:
+        name = f"{row['case']}, {row['preset']}"
+        if "input_gb_s" in row:
+            yield Bar(f"{name}: GB/s of input", row["input_gb_s"], PREFILL_GB_S, at_least=True)
+        else:
+            yield Bar(f"{name}: µs", row["us"], STEP_US if "no page" in name else PAGE_STEP_US)
+
+
+def host_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    for row in found["steps"]:
+        if row["attention"] == "packed_attention":
+            name = f"{row['shape']}, {row['padding']} padding{', a page due' if row['page'] else ''}"
+            yield Bar(f"{name}: host µs of update + attend", row["update_us"] + row["attend_us"], HOST_US)
+
+
+def _worst_error(rows: list[dict[str, Any]], name: str) -> Bar:
+    return Bar(f"{name}: largest error of {len(rows)} rows", max((row["error"] for row in rows), default=0.0), ERROR)
+
+
+BARS: dict[str, Callable[[dict[str, Any]], Iterator[Bar]]] = {
+    "bench_decode": decode_bars,
+    "bench_extend": extend_bars,
+    "bench_store": store_bars,
+    "bench_host": host_bars,
+}
+
+
+def read_bars(folder: Path) -> list[Bar]:
+    """The bars of all benchmarks that have left a JSON."""
+    bars: list[Bar] = []
+    for name, bars_of in BARS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            bars += bars_of(json.loads(path.read_text()))
+    return bars
+
+
+def table(bars: list[Bar]) -> str:
+    """Missed bars last, where they are seen."""
+    lines = []
+    for bar in sorted(bars, key=lambda bar: not bar.is_met):
+        sign = ">=" if bar.at_least else "<="
+        lines.append(f"{'met' if bar.is_met else 'MISSED':6}  {bar.value:8.3g} {sign} {bar.limit:<6.4g}  {bar.what}")
+    met = sum(bar.is_met for bar in bars)
+    return "\n".join([*lines, f"{met} of {len(bars)} bars met"])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit(__doc__)
+    print(table(read_bars(Path(sys.argv[1]))))
