@@ -9,9 +9,7 @@ reference. Times are per call, from CUDA-graph replay over as many copies of the
     prepare     what goes before: the queries, the scores of the pages' mean keys, the tokens that count
     fwd         packed pages and exact tokens alone
 
-A kernel is launched while the one ahead of it runs, and waits for it; the decode kernel even reads its first codes before,
-which preparation does not make. In `fwd + comb` it does so behind the call before. The bars are for this column, without
-preparation; what a call takes is the total.
+A kernel starts while the one ahead of it ends, so the parts add up to more than the total.
 
     python scripts/bench_decode.py [--json PATH] [--presets tq4,tq3] [--shapes 1x8k,8x32k] [--heads 2x7x64]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .dequant import INTERPRET
 from .packed import NOTHING
@@ -97,8 +97,7 @@ def combine(
         p_aux_sinks: [heads * group] logits, or None.
         p_out: [B, q, heads * group, DIM], the last two contiguous.
         PAGE_BITS, GROUPS, TILE, LEAST, BATCH: of `splits.row_splits`.
-        DEPENDENT: whether the program may start before the kernels that it depends on have finished, and whatever comes next
-            before this one has, if it asks for that.
+        DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
@@ -116,7 +115,6 @@ def combine(
         begin, count = slots_of(splits, i_b, BATCH)
         first = i_h * slots + begin
     if DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
     p_stats = section(p_output, stats_at, tl.float32)
     exact = heads * slots + i_bh * exact_splits

@@ -218,8 +218,10 @@ def decode(
             p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask,
             p_work, p_stats, heads * slots, heads, i_h, row % batch, row // batch, i_s, tail_blocks, columns, group, new,
             ring_slots, sinks, query_offset, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb,
-            stride_vh, stride_vt, mask_b, mask_k, scaling, softcap, L, CAUSAL, DEPENDENT,
+            stride_vh, stride_vt, mask_b, mask_k, scaling, softcap, L, CAUSAL,
         )  # fmt: skip
+        if DEPENDENT:
+            gdc_wait()
         return
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from .exact import token_blocks, token_positions, token_rows
 from .packed import NOTHING
@@ -31,7 +30,7 @@ def attend_tail(
     p_query, p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters, p_mask, p_output,
     p_stats, first_result, heads, i_h, i_b, i_c, block, blocks, columns, group, new, slots, sinks, query_offset, stride_qb,
     stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, mask_b, mask_k, scaling, softcap,
-    L: tl.constexpr, CAUSAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    L: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Columns 8 * i_c .. of row i_b and head i_h with a block of `exact.py`'s order.
 
@@ -102,8 +101,6 @@ def attend_tail(
         odd = odd + sums[1:2]
     row = (first_result + i_bh * blocks + block) * columns + column
     inside = column < columns
-    if DEPENDENT:  # the workspace may be one that is still being read
-        gdc_wait()
     tl.store(p_stats + 2 * row, highest, mask=inside & (t == 0))
     tl.store(p_stats + 2 * row + 1, total, mask=inside & (t == 0))
     store_run(p_output + (row.to(tl.int64) * L.value_padded + 2 * VALUES * t), even + odd, inside, tl.float32)
