@@ -29,6 +29,7 @@ the same page or of the next one: so much has to be on its way from memory at an
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import torch
@@ -72,21 +73,12 @@ from .tiles import (
     tile_groups,
     token_halves,
 )
-from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two
+from .warp import largest_exponent, power_of_two, rotate_lanes
+from .wide import attend_wide
 from .workspace import section
 
 STAGES = tl.constexpr(3)  # of the loop for more than 4 columns: copies are two tiles ahead
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
-
-
-@triton.jit
-def largest_exponent(scale):
-    """The least e, fp32 of at least -14, so that all value scales of the tile (words of two) are below 2**e."""
-    x = scale[0]
-    for i in tl.static_range(1, len(scale)):
-        x = larger_halves(x, scale[i])
-    x = largest_of_warp(tl.maximum(x & -65536, x << 16))  # fp16 of at least 0: their bits are ordered as they are
-    return (x >> 26).to(tl.float32) - 14.0
 
 
 @triton.jit
@@ -142,25 +134,6 @@ def weigh_halves(scores, slope, offset, scale, exponent, unit, COLUMNS: tl.const
         weights = weights + [weight]
         products = products + [weight * scale[r]]
     return [now, power_of_two(unit - now)] + weights + products
-
-
-@triton.jit
-def rotate_lanes(values, g):
-    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
-    DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
-        if 1 << bit < DIMS:
-            new = []
-            for i in tl.static_range(DIMS):
-                if i & (1 << bit) == 0:
-                    new = new + [values[i] + values[i + (1 << bit)]]
-                else:
-                    new = new + [values[i - (1 << bit)] - values[i]]
-            values = new
-    for bit in tl.static_range(3):
-        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
-        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
-    return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
 @triton.jit(
@@ -241,6 +214,16 @@ def decode(
     p_pages = p_page_ids + i_b * stride_page_ids
     p_kept = section(p_work, kept_at, tl.int32) + i_b * capacity * L.groups
     p_head = p_pool + (i_h * L.page_words + L.header_words)
+    if WIDE:
+        row = i_bh.to(tl.int64) * columns
+        attend_wide(
+            p_work, p_stats, p_tables, section(p_work, rotated_at, tl.int32) + row * (L.key_padded // 2),
+            section(p_work, factor_at, tl.float32) + row, p_head, p_pages, p_kept,
+            section(p_work, means_at, tl.float32) + i_bh.to(tl.int64) * capacity * columns, heads, entries, first, n_s,
+            steps, columns, (i_h.to(tl.int64) * slots + slot) * columns, key_step, value_step, softcap, L, COLUMNS, TILE,
+            ROTATE_BACK, DEPENDENT,
+        )  # fmt: skip
+        return
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
     if not WIDE:
         next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
@@ -439,8 +422,17 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
-    words.extend(table_words(layout, "value"))
+    words.extend(_small_levels(layout))
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
+
+
+def _small_levels(layout: PageLayout) -> list[int]:
+    """The values' levels as bytes, for `wide.value_pairs`, in two words, and the level of byte 0 as fp32."""
+    table = _int8_levels(layout, "value")
+    least = min(table)
+    table = [2 * m + 1 for m in table] if layout.value_bits == 4 else [x - least for x in table]
+    words = [int.from_bytes(bytes(four), "little") for four in (table[:4], table[4:])]
+    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5))]
 
 
 @lru_cache(maxsize=None)
