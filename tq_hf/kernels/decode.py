@@ -432,7 +432,7 @@ def _small_levels(layout: PageLayout) -> list[int]:
     least = min(table)
     table = [2 * m + 1 for m in table] if layout.value_bits == 4 else [x - least for x in table]
     words = [int.from_bytes(bytes(four), "little") for four in (table[:4], table[4:])]
-    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5))]
+    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5)), 0x3C003C00]
 
 
 @lru_cache(maxsize=None)

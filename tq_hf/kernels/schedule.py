@@ -32,6 +32,7 @@ REGISTERS = 65536  # of a multiprocessor
 DECODE_COLUMNS, DECODE_COLUMNS_WIDE = 16, 8
 # Its registers are capped, rather high: it takes more than it needs, to load earlier.
 DECODE_REGISTERS = (168, 255)
+WIDE_REGISTERS = (128, 168)
 DECODE_REST = 512  # bytes of shared memory that it takes for a group beside the group
 PREPARE_REGISTERS = (168, 255)  # of a program that prepares: up to 128 dimensions, beyond
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
@@ -82,7 +83,7 @@ class Schedule:
         rotate_means: for the extend kernel, if pages have mean keys.
         decode, extend, packed: one of them, if there are packed pages.
         floats: size of the workspace.
-        stats_at, factor_at, rotated_at, plain_at, kept_at, means_at: sections of it; partial results stand at 0.
+        stats_at, factor_at, rotated_at, plain_at, kept_at, means_at, centre_at: sections of it; partial results stand at 0.
         query_dtype: of the rotated queries.
         columns: queries of the heads that share a KV head.
         slots, even_splits, exact_splits: partial results (`combine.combine`), the last of the exact tokens.
@@ -106,6 +107,7 @@ class Schedule:
     plain_at: int
     kept_at: int
     means_at: int
+    centre_at: int
     query_dtype: torch.dtype
     columns: int
     slots: int
@@ -190,7 +192,7 @@ def schedule(
     results = (heads * slots + rows * exact_splits) * columns
     sections.take(results * page.value_dim_padded, torch.float32)
     stats_at = sections.take(results * 2, torch.float32)
-    factor_at = rotated_at = plain_at = kept_at = means_at = 0
+    factor_at = rotated_at = plain_at = kept_at = means_at = centre_at = 0
     if packed:
         factor_at = sections.take(rows * columns, torch.float32)
         rotated_at = sections.take(rows * columns * page.key_dim_padded, query_dtype)
@@ -203,6 +205,7 @@ def schedule(
         means_at = sections.take(rows * max_entries * columns, torch.float32)
     elif wide and page.center_keys:
         means_at = sections.take(rows * max_entries * page.key_dim_padded, torch.float16)
+        centre_at = sections.take(rows * page.key_dim, torch.float32)
 
     prepare_launch = means_launch = exact_launch = decode_launch = extend_launch = packed_launch = None
     entries = PLAN_NUMBERS // max(key_block, PLAN_NUMBERS // LANES)
@@ -280,6 +283,7 @@ def schedule(
         plain_at,
         kept_at,
         means_at,
+        centre_at,
         query_dtype,
         columns,
         slots,
@@ -342,7 +346,7 @@ def decode_columns(columns: int) -> int:
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
     if columns > 4:
-        return DECODE_REGISTERS[0]  # tiles wait in shared memory
+        return WIDE_REGISTERS[columns > 8]
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
     query = page.key_dim_padded // (8 if page.key_format == "fp8" else 16)
     needed = words + page.value_dim_padded // 8 + query + 48

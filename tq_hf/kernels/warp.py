@@ -96,6 +96,18 @@ def saturated_multiply_add_halves(a, b, c):
 
 
 @triton.jit
+def high_half(word, one):
+    """The high half of a word, in both halves, as the floating-point unit moves it: an fp16, not a NaN, times one.
+
+    Shifts share their unit with byte permutes.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 a, b; .reg .b32 c; mov.b32 {a, b}, $1; mov.b32 c, {b, b}; mul.rn.f16x2 $0, c, $2;}", "=r,r,r",
+        [word, one], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def split_halves(word):
     """The two fp16 of a word in fp32, the low half first."""
     low, high = tl.inline_asm_elementwise(

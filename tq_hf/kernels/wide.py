@@ -28,15 +28,29 @@ from .products import (
 )  # fmt: skip
 from .query import LOG2_E
 from .rows import store_run
-from .tiles import chunk_int8, field_words, load_fields, load_pages, part, tile_groups, token_halves
+from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
 from .warp import (
-    largest_exponent, multiply_fp16, multiply_int8, pack_halves, permute_bytes, power_of_two, rotate_lanes,
+    high_half, largest_exponent, multiply_fp16, multiply_int8, pack_halves, permute_bytes, power_of_two, rotate_lanes,
 )  # fmt: skip
 
 STAGES = tl.constexpr(3)  # copies are two tiles ahead
 TOO_LARGE = tl.constexpr(0x40004000)  # the bits of fp16 that numbers of at least 2, infinity and NaN have
 ROOM = tl.constexpr(4.0)  # powers of two that weights may grow by before that, and one
 LEVEL_UNIT = tl.constexpr(2.0**24)
+MOVE = tl.constexpr(1)
+
+
+@triton.jit
+def code_bytes(run, table, BITS: tl.constexpr):
+    """Eight codes to eight int8 in two words."""
+    codes = run & (0x33333333 if BITS == 2 else 0x77777777)
+    first = permute_bytes(table[0], table[1], codes)
+    second = permute_bytes(table[0], table[1], high_half(codes, table[2]) if MOVE else codes >> 16)
+    if BITS == 4:  # The sign bits stand at the tops of the bytes, those of the second half four bits lower; -1 - m is ~m.
+        lower = run << 4
+        first ^= permute_bytes(run, run, 0xBA98)
+        second ^= permute_bytes(lower, lower, 0xBA98)
+    return [first, second]
 
 
 @triton.jit
@@ -124,7 +138,10 @@ def integer_scores(words, table, query, start, L: tl.constexpr, COLUMNS: tl.cons
     else:
         products = [[start[0]] * 4, [start[1], start[1], start[2], start[2]]] * 4  # high and low
     for c in tl.static_range(L.key_padded // 32):
-        x = chunk_int8(words, c, table, L.key_bits)
+        runs = chunk_runs(words, c, L.key_bits)
+        x = []
+        for r in tl.static_range(4):
+            x = x + code_bytes(runs[r], table, L.key_bits)
         new = []
         for i in tl.static_range(len(products)):
             q = query[4 * (OWN * c + i % OWN) : 4 * (OWN * c + i % OWN) + 4]
@@ -148,7 +165,7 @@ def value_pairs(run, table, zero, BITS: tl.constexpr):
     """Eight codes to levels: four words of two fp16."""
     codes = run & (0x33333333 if BITS == 2 else 0x77777777)
     low = permute_bytes(table[0], table[1], codes)
-    low2 = permute_bytes(table[0], table[1], codes >> 16)
+    low2 = permute_bytes(table[0], table[1], high_half(codes, table[2]) if MOVE else codes >> 16)
     high = zero
     high2 = zero
     if BITS == 4:
@@ -281,6 +298,8 @@ def attend_wide(
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
     value_table = [tl.load(p_tables + 160 + lane), tl.load(p_tables + 192 + lane)]
+    key_table = key_table + [tl.load(p_tables + 256 + lane)]
+    value_table = value_table + key_table[2:]
     magic = tl.load(p_tables + 128 + lane)
     if DEPENDENT:
         gdc_launch_dependents()
@@ -303,7 +322,7 @@ def attend_wide(
     sums = [nothing] * ((2 * DIMS + (4 if BIASED else 0)) * OWN)
     ones = []
     if BIASED:
-        ones = [zero + 0x3C003C00] * 4
+        ones = [key_table[2]] * 4
     unit = [nothing + NOTHING] * OWN
     total = [nothing] * (OWN * SUMS)  # of a lane's own tokens only: of the weights, of the weights times value minima
     for step in tl.range(0, steps, num_stages=STAGES):
