@@ -167,8 +167,8 @@ def _attend(
         if plan.extend is not None:
             words = None if means is None else means.view(torch.int64)
             plan.extend(
-                (query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask, work,
-                 stats),
+                (query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
+                 work, stats),
                 (heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, *query_strides, mask_b, mask_q,
                  mask_k, scaling, exponent),
             )  # fmt: skip

@@ -283,8 +283,8 @@ def rotate_means(
     Args:
         p_balance: fp32 [B * H, DIM], or None.
         p_signs: bf16 [BLOCK, BLOCK], the sign of each input (column) in each rotated coordinate (row).
-        p_means: fp16 [B * H, capacity, PADDED], a fourth of the mean keys, less the centre, in the order of `key_dims`, piece
-            by piece.
+        p_means: fp16 [B * H, capacity, PADDED], a fourth of the mean keys less the centre, in the order of `key_dims`,
+            piece by piece.
         p_centre: fp32 [B * H, DIM], the mean of some pages' mean keys, as they are.
         CHAINED: whether this kernel runs beside `prepare.prepare`, and the next may start before this one has finished.
     """
@@ -300,7 +300,8 @@ def rotate_means(
     p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
     mask = (page >= 0)[:, None] & (d < DIM)[None, :]
     mean = tl.load(p_mean[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    sample = tl.load(p_page_ids + i_b * stride_page_ids + tl.arange(0, SAMPLE) * entries // SAMPLE, mask=entries > 0, other=-1)
+    some = tl.arange(0, SAMPLE) * entries // SAMPLE
+    sample = tl.load(p_page_ids + i_b * stride_page_ids + some, mask=entries > 0, other=-1)
     p_sample = (p_pool + (sample.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
     sampled = (sample >= 0)[:, None] & (d < DIM)[None, :]
     centre = tl.sum(tl.load(p_sample[:, None] + d[None, :], mask=sampled, other=0.0).to(tl.float32), 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layout import LANES, PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
-from .decode import STAGES, decode, int8_tables, steps
+from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .extend import MEANS, extend, rotate_means
@@ -25,6 +25,7 @@ from .launch import Grid, Launcher, Number, cdiv, power_of_two
 from .packed import attend_packed
 from .prepare import prepare
 from .tail import TAIL_TOKENS
+from .wide import STAGES
 from .workspace import Sections
 
 REGISTERS = 65536  # of a multiprocessor
@@ -32,7 +33,6 @@ REGISTERS = 65536  # of a multiprocessor
 DECODE_COLUMNS, DECODE_COLUMNS_WIDE = 16, 8
 # Its registers are capped, rather high: it takes more than it needs, to load earlier.
 DECODE_REGISTERS = (168, 255)
-WIDE_REGISTERS = (128, 168)
 DECODE_REST = 512  # bytes of shared memory that it takes for a group beside the group
 PREPARE_REGISTERS = (168, 255)  # of a program that prepares: up to 128 dimensions, beyond
 DECODE_GROUPS = 2  # a split should have, to be worth its partial result
@@ -346,7 +346,7 @@ def decode_columns(columns: int) -> int:
 def decode_registers(page: PageLayout, columns: int, tile: int) -> int:
     """The cap of the decode kernel's registers: the least that it fits into."""
     if columns > 4:
-        return WIDE_REGISTERS[columns > 8]
+        return DECODE_REGISTERS[0]  # tiles wait in shared memory
     words = tile * (page.key_words_per_lane + page.value_words_per_lane)
     query = page.key_dim_padded // (8 if page.key_format == "fp8" else 16)
     needed = words + page.value_dim_padded // 8 + query + 48

@@ -1,18 +1,20 @@
-"""The decode kernel's loop for 5 to 16 columns: queries are the left operand of scores, weights are fp16.
+"""The decode kernel's loop for 5 to 16 columns: queries are the left operand of scores, and weights are fp16.
 
     scores   = query [16, D] x key levels [D, 32 tokens]           8 columns with their high and low bytes, or 16 and two
     sums     = value levels [D, 32 tokens] x weights [32, 8]       fp16; two for 16 columns
 
 Lane 4g + t then has the scores of columns g and g + 8 for eight tokens, which is where the second product wants their
-weights. Sums stay in the product's accumulators, so that nothing is done to them from tile to tile but to add. Sums and
-queries need the registers: tiles are copied ahead to shared memory, by Triton's pipeliner.
+weights. Sums stay in the product's accumulators: from tile to tile nothing is done to them but to add. They and the queries
+need the registers, so tiles are copied ahead to shared memory, by Triton's pipeliner.
 
-Levels of values are fp16 numbers with an exponent of 0, n * 2**-24 for n of 0 to 255: the low byte is n, which one byte
-permute looks up for four codes, and the high byte has a sign or nothing. 4-bit codes, whose signs stand at the tops of bytes,
-have n = 2m + 1 and a sign; others have n = x - (the least x) and a sum of weights to take off at the end.
+The unit that issues byte permutes and integers decides how long this takes, so:
 
-The softmax is an optimistic one: weights are taken in the unit as it is, and only if one becomes too large for fp16, the
-tile's highest score is looked for and all that has been added so far rescaled.
+- Levels of values are the fp16 numbers n * 2**-24 for n of 0 to 255. Their low byte is n, which one permute looks up for
+  four codes; the high byte has a sign or nothing. 4-bit codes, whose signs stand at the tops of bytes, have n = 2m + 1 and a
+  sign; others have n = x less the least x, and the sum of weights is taken off at the end.
+- The softmax is an optimistic one: weights are taken in the unit as it is. Only if one becomes too large for fp16, the
+  tile's highest score is looked for, and what has been added so far is rescaled.
+- Tokens are masked only where a group has some that do not count.
 """
 
 from __future__ import annotations
@@ -24,20 +26,31 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .dequant import INTERPRET, chunk_runs, interleave
 from .packed import NOTHING
 from .products import (
-    fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns,
+    fp8_scores,
+    half_sums,
+    lane_column,
+    load_operand,
+    over_column,
+    sum_columns,
 )  # fmt: skip
 from .query import LOG2_E
 from .rows import store_run
 from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
 from .warp import (
-    high_half, largest_exponent, multiply_fp16, multiply_int8, pack_halves, permute_bytes, power_of_two, rotate_lanes,
+    high_half,
+    largest_exponent,
+    multiply_fp16,
+    multiply_int8,
+    pack_halves,
+    permute_bytes,
+    power_of_two,
+    rotate_lanes,
 )  # fmt: skip
 
 STAGES = tl.constexpr(3)  # copies are two tiles ahead
 TOO_LARGE = tl.constexpr(0x40004000)  # the bits of fp16 that numbers of at least 2, infinity and NaN have
 ROOM = tl.constexpr(4.0)  # powers of two that weights may grow by before that, and one
 LEVEL_UNIT = tl.constexpr(2.0**24)
-MOVE = tl.constexpr(1)
 
 
 @triton.jit
@@ -45,7 +58,7 @@ def code_bytes(run, table, BITS: tl.constexpr):
     """Eight codes to eight int8 in two words."""
     codes = run & (0x33333333 if BITS == 2 else 0x77777777)
     first = permute_bytes(table[0], table[1], codes)
-    second = permute_bytes(table[0], table[1], high_half(codes, table[2]) if MOVE else codes >> 16)
+    second = permute_bytes(table[0], table[1], high_half(codes, table[2]))
     if BITS == 4:  # The sign bits stand at the tops of the bytes, those of the second half four bits lower; -1 - m is ~m.
         lower = run << 4
         first ^= permute_bytes(run, run, 0xBA98)
@@ -165,7 +178,7 @@ def value_pairs(run, table, zero, BITS: tl.constexpr):
     """Eight codes to levels: four words of two fp16."""
     codes = run & (0x33333333 if BITS == 2 else 0x77777777)
     low = permute_bytes(table[0], table[1], codes)
-    low2 = permute_bytes(table[0], table[1], high_half(codes, table[2]) if MOVE else codes >> 16)
+    low2 = permute_bytes(table[0], table[1], high_half(codes, table[2]))
     high = zero
     high2 = zero
     if BITS == 4:
