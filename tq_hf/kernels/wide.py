@@ -188,17 +188,9 @@ def value_pairs(run, table, zero, BITS: tl.constexpr):
 
 
 @triton.jit
-def add_weights(sum, weights, levels, u: tl.constexpr, h: tl.constexpr, block: tl.constexpr, BLOCKS: tl.constexpr,
-                TILE: tl.constexpr):  # fmt: skip
-    """sum plus levels times the weights of a half of group u's tokens."""
-    b = part(part(weights, block, BLOCKS), u, TILE)[2 * h : 2 * h + 2]
-    return multiply_fp16(levels, b, sum)
-
-
-@triton.jit
-def add_values(sums, words, table, zero, ones, weights, L: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
+def add_values(sums, words, table, zero, weights, L: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr):
     """sums plus the tile's values times weights, as products leave them: four for each pair of dimensions and block of 8
-    columns; then for each block of columns, if there are `ones`, the sums of weights."""
+    columns."""
     new = []
     for c in tl.static_range(L.value_padded // 32):
         pairs = []
@@ -212,49 +204,49 @@ def add_values(sums, words, table, zero, ones, weights, L: tl.constexpr, BLOCKS:
                 for u in tl.static_range(TILE):
                     for h in tl.static_range(2):  # of the tokens
                         y = pairs[16 * u + 8 * p + 4 * h : 16 * u + 8 * p + 4 * h + 4]
-                        x = add_weights(x, weights, [y[0], y[2], y[1], y[3]], u, h, block, BLOCKS, TILE)
+                        b = part(part(weights, block, BLOCKS), u, TILE)[2 * h : 2 * h + 2]
+                        x = multiply_fp16([y[0], y[2], y[1], y[3]], b, x)
                 new = new + x
-    if len(ones) > 0:
-        for block in tl.static_range(BLOCKS):
-            x = sums[len(new) : len(new) + 4]
-            for u in tl.static_range(TILE):
-                for h in tl.static_range(2):
-                    x = add_weights(x, weights, ones, u, h, block, BLOCKS, TILE)
-            new = new + x
     return new
 
 
 @triton.jit
-def weigh(scores, slope, shift, scale):
-    """Weights of a column's tokens, and their products with value scales as words of two fp16."""
+def weigh(scores, slope, shift, scale, minimum, SCALED_SUM: tl.constexpr, MINIMA: tl.constexpr):
+    """The weights of a column's tokens times value scales, as words of two fp16; then the sums of weights, and if they are
+    wanted of weights times scales and of weights times minima."""
     weights = []
     for r in tl.static_range(len(scores)):
         weights = weights + [power_of_two(tl.fma(scores[r], slope, shift))]
     words = []
+    total = weights[0] + weights[1]
+    for r in tl.static_range(2, len(scores), 2):
+        total += weights[r] + weights[r + 1]
+    sums = [total]
+    scaled = tl.zeros([32], tl.float32)
     for r in tl.static_range(0, len(scores), 2):
-        words = words + [pack_halves(weights[r] * scale[r], weights[r + 1] * scale[r + 1])]
-    return weights + words
+        low, high = weights[r] * scale[r], weights[r + 1] * scale[r + 1]
+        words = words + [pack_halves(low, high)]
+        scaled += low + high
+    if SCALED_SUM:
+        sums = sums + [scaled]
+    if MINIMA:
+        lowest = weights[0] * minimum[0]
+        for r in tl.static_range(1, len(scores)):
+            lowest = tl.fma(weights[r], minimum[r], lowest)
+        sums = sums + [lowest]
+    return words + sums
 
 
 @triton.jit
-def weigh_all(scores, slope, shift, scale, minimum, MINIMA: tl.constexpr):
-    """For each column of a lane, `weigh`'s words, the sum of weights, that of weights times minima."""
-    OWN: tl.constexpr = len(slope)
-    TOKENS: tl.constexpr = len(scale)
+def weigh_all(scores, slope, shift, scale, minimum, SCALED_SUM: tl.constexpr, MINIMA: tl.constexpr):
+    """`weigh`'s words for each column of a lane, then its sums for each."""
+    WORDS: tl.constexpr = len(scale) // 2
     words = []
     sums = []
-    for x in tl.static_range(OWN):
-        w = weigh(scores[x::OWN], slope[x], shift[x], scale)
-        words = words + w[TOKENS:]
-        total = w[0] + w[1]
-        for r in tl.static_range(2, TOKENS, 2):
-            total += w[r] + w[r + 1]
-        sums = sums + [total]
-        if MINIMA:
-            lowest = w[0] * minimum[0]
-            for r in tl.static_range(1, TOKENS):
-                lowest = tl.fma(w[r], minimum[r], lowest)
-            sums = sums + [lowest]
+    for x in tl.static_range(len(slope)):
+        w = weigh(scores[x :: len(slope)], slope[x], shift[x], scale, minimum, SCALED_SUM, MINIMA)
+        words = words + w[:WORDS]
+        sums = sums + w[WORDS:]
     return words + sums
 
 
@@ -297,8 +289,8 @@ def attend_wide(
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1
     SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     MINIMA: tl.constexpr = L.value_format == "min_max"
-    SUMS: tl.constexpr = 2 if MINIMA else 1
     BIASED: tl.constexpr = L.value_bits != 4
+    SUMS: tl.constexpr = 1 + BIASED + MINIMA
     KEYS: tl.constexpr = 32 * L.key_words  # where the values start, and
     CODES: tl.constexpr = 32 * (L.key_words + L.value_words)  # the metadata
     lane = tl.arange(0, 32)
@@ -332,10 +324,7 @@ def attend_wide(
     last = entries * L.groups - 1
     kept, means = load_kept_and_means(p_kept, p_means, first, entries, columns, own_columns, L, TILE)
 
-    sums = [nothing] * ((2 * DIMS + (4 if BIASED else 0)) * OWN)
-    ones = []
-    if BIASED:
-        ones = [key_table[2]] * 4
+    sums = [nothing] * (2 * DIMS * OWN)
     unit = [nothing + NOTHING] * OWN
     total = [nothing] * (OWN * SUMS)  # of a lane's own tokens only: of the weights, of the weights times value minima
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -399,7 +388,7 @@ def attend_wide(
         shift = []
         for x in tl.static_range(OWN):
             shift = shift + [offset[x] - unit[x]]
-        weighed = weigh_all(scores, factor, shift, scale, minimum, MINIMA)
+        weighed = weigh_all(scores, factor, shift, scale, minimum, BIASED, MINIMA)
         large = weighed[0]
         for i in tl.static_range(1, 4 * TILE * OWN):
             large = large | weighed[i]
@@ -421,7 +410,7 @@ def attend_wide(
                 shift = shift + [offset[x] - now]
                 for i in tl.static_range(SUMS):
                     new_total = new_total + [total[SUMS * x + i] * less]
-            weighed = weigh_all(scores, factor, shift, scale, minimum, MINIMA)
+            weighed = weigh_all(scores, factor, shift, scale, minimum, BIASED, MINIMA)
             unit = new_unit
             total = new_total
             decay = sum_columns(decay, lane, COLUMNS)
@@ -439,7 +428,7 @@ def attend_wide(
         words = []
         for u in tl.static_range(TILE):
             words = words + block_words(load_blocks(p_groups[u] + KEYS, L.value_words))
-        sums = add_values(sums, words, value_table, zero, ones, weights, L, OWN, TILE)
+        sums = add_values(sums, words, value_table, zero, weights, L, OWN, TILE)
 
     offsets = []
     for x in tl.static_range(OWN):
@@ -448,16 +437,13 @@ def attend_wide(
         tl.store(p_stats + 2 * (result + column), unit[x], mask=mask)
         tl.store(p_stats + 2 * (result + column) + 1, over_column(total[SUMS * x], False, COLUMNS), mask=mask)
         offset = nothing
+        if BIASED:
+            least = tl.load(p_tables + 224).to(tl.float32, bitcast=True)
+            offset += over_column(total[SUMS * x + 1], False, COLUMNS) * (least * value_step)
         if MINIMA:
-            offset += over_column(total[SUMS * x + 1], False, COLUMNS)
+            offset += over_column(total[SUMS * x + SUMS - 1], False, COLUMNS)
         offsets = offsets + [offset]
     offsets = sum_columns(offsets, lane, COLUMNS)
-    if BIASED:
-        least = tl.load(p_tables + 224).to(tl.float32, bitcast=True) * value_step
-        biased = []
-        for x in tl.static_range(2 * OWN):
-            biased = biased + [tl.fma(sums[2 * OWN * DIMS + 4 * (x // 2) + x % 2], least, offsets[x])]
-        offsets = biased
     factor = value_step * (LEVEL_UNIT if BIASED else LEVEL_UNIT / 2)
     for x in tl.static_range(2 * OWN):
         column = 8 * (x // 2) + 2 * t + x % 2
