@@ -109,6 +109,11 @@ def larger_halves(a: Register, b: Register) -> list[Register]:
     return [np.ascontiguousarray(np.fmax(_halves(a), _halves(b))).view(np.int32).reshape(32)]
 
 
+def high_half(word: Register, one: Register) -> list[Register]:
+    high = _halves(word)[:, 1] * _halves(one)[:, 1]
+    return [_join_halves(np.stack([high, high], 1))]
+
+
 def split_halves(x: Register) -> list[Register]:
     return [*np.ascontiguousarray(_halves(x).astype(np.float32).T)]
 
@@ -158,6 +163,7 @@ INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "max.f16x2": larger_halves,
     "cvt.f32.f16": split_halves,
     "mov.b32 $0, {$1, $2}": join_halves,
+    "mul.rn.f16x2": high_half,
     "cvt.rn.f16x2.f32": pack_halves,
     "fma.rn.f16x2": multiply_add_halves,
     "fma.rn.sat.f16x2": saturated_multiply_add_halves,

@@ -92,6 +92,9 @@ class Case:
     """How many tokens of the last page are cut off, after which the rest stays in place."""
     key_size: float = 1.0
     value_size: float = 1.0
+    score_size: float = 1.0
+    key_mean: float = 1.0
+    """How large what all keys have in common is, beside what they have not."""
     options: tuple[tuple[str, object], ...] = ()
     dtype: torch.dtype = torch.float16
 
@@ -133,7 +136,8 @@ def make(case: Case, device: str) -> tuple[TurboQuantConfig, list[Tensor], dict[
         "balance": normal(rows, heads, case.dim).div(2).exp() if config.balance_keys else None,
     }
     total = case.length + (case.queries if case.new < 0 else case.new)
-    key = ((normal(rows, heads, total, case.dim) + normal(1, heads, 1, case.dim)) * case.key_size).to(case.dtype)
+    mean = normal(1, heads, 1, case.dim) * case.key_mean
+    key = ((normal(rows, heads, total, case.dim) + mean) * case.key_size).to(case.dtype)
     value = (normal(rows, heads, total, value_dim) * case.value_size).to(case.dtype)
     flags = torch.zeros(heads, dtype=torch.int32, device=device)
     for start, end in ((0, case.length // 2), (case.length // 2, case.length)):
@@ -182,7 +186,7 @@ def check(case: Case, device: str) -> None:
         mask,
         aux_sinks,
         layout.name,
-        case.dim**-0.5 / case.key_size,
+        case.dim**-0.5 * case.score_size / case.key_size,
         case.softcap,
         case.causal,
         state["page_ids"].shape[1],
@@ -265,6 +269,8 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(queries=2, crop=31, length=85),
         Case(length=3),
         Case(length=0, queries=3),
+        Case(group=8, score_size=8.0, length=300),  # the highest score rises again and again
+        Case("tq2", group=14, score_size=8.0, length=300),
         Case("raw", queries=40, new=2, length=60),
         Case(value_size=1e-4),
         Case(value_size=1e4),

@@ -61,6 +61,8 @@ def test_interpreted_shapes(case: Case) -> None:
         Case(value_size=1e-4),
         Case(value_size=1e4),
         Case(key_size=1e3),
+        Case(key_mean=30.0, length=140),
+        Case(key_mean=30.0, length=140, softcap=60.0),
         Case("4bit_nc", value_size=1e-4),
     ],
     ids=str,

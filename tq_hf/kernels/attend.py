@@ -139,12 +139,14 @@ def _attend(
             (batch * heads, heads, columns, group, sinks, page_ids.stride(0), max_entries, *query_strides, mask_b, mask_k,
              plan.factor_at, plan.rotated_at, plan.plain_at, plan.kept_at, plan.means_at, plan.plans, scaling, softcap),
         )  # fmt: skip
-    means = None
+    means = centre = None
     if plan.rotate_means is not None:
         means = view(work, plan.means_at, (batch * heads, max_entries, padded_dim(query.shape[3])), torch.float16)
+        centre = view(work, plan.centre_at, (batch * heads, query.shape[3]), torch.float32)
         plan.rotate_means(
-            (pool, page_ids, counters, balance, plan.means_signs, means), (heads, page_ids.stride(0), max_entries)
-        )
+            (pool, page_ids, counters, balance, plan.means_signs, means, centre),
+            (heads, page_ids.stride(0), max_entries),
+        )  # fmt: skip
     if plan.exact is not None:
         plan.exact(
             (query, key, value, *kept, row_start, counters, mask, work),
@@ -167,9 +169,10 @@ def _attend(
         if plan.extend is not None:
             words = None if means is None else means.view(torch.int64)
             plan.extend(
-                (rotated, factor, pool, plan.tables, words, page_ids, entries, row_start, counters, mask, work, stats),
-                (heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, mask_b, mask_q, mask_k,
-                 exponent),
+                (query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
+                 work, stats),
+                (heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, *query_strides, mask_b, mask_q,
+                 mask_k, scaling, exponent),
             )  # fmt: skip
         elif plan.packed is not None:
             plain = view(work, plan.plain_at, shape, torch.float16) if plan.plain_at else None

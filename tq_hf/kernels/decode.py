@@ -3,7 +3,8 @@
 Keys and queries are multiplied as 8-bit integers. A code becomes the int8 x that its level is (x + 0.5) * delta of
 (`int8_grid`), by two byte permutes for 8 codes. Queries have 16 bits, as two bytes, 256 * high + low, both signed.
 
-Up to 4 columns: keys and values are the left operands, and weights are integers as well, two unsigned bytes.
+More than 4 columns have a loop of their own (`wide.py`). Here keys and values are the left operands, and weights are
+integers as well, two unsigned bytes.
 
     scores   = key levels [32 tokens, D] x query [D, 8]
     sums     = value levels [D, 32 tokens] x weights [32, 8]
@@ -13,22 +14,13 @@ relative to the highest score and the largest value scale of their tile's tokens
 tail; sums are kept in that unit too, and rescaled from tile to tile by the factor that online softmax takes anyway. The loop
 is software-pipelined by hand, one tile ahead, in registers.
 
-Up to 16 columns: queries are the left operand.
-
-    scores   = query [16, D] x key levels [D, 32 tokens]           8 columns with their high and low bytes, or 16 and two
-    sums     = value levels [D, 32 tokens] x weights [32, 8]       fp16; two for 16 columns
-
-Lane 4g + t then has the scores of columns g and g + 8 for eight tokens, which is where the second product wants their
-weights. These are fp16 and the sums are the product's accumulators: with so many of them, putting bytes together would cost
-more than the longer dequantization. Sums and queries need the registers, so tiles are copied ahead to shared memory, by
-Triton's pipeliner.
-
 Everything is a list of blocks [32], a register each. A tile is one group or, where codes are narrow, the next as well, of
 the same page or of the next one: so much has to be on its way from memory at any time.
 """
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import torch
@@ -39,13 +31,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
-from .dequant import table_words
 from .packed import NOTHING
 from .products import (
     HIGH_BYTES,
     LOW_BYTES,
     MAGIC,
-    add_half_values,
     add_int8_values,
     fp8_scores,
     half_sums,
@@ -53,7 +43,6 @@ from .products import (
     lane_column,
     load_operand,
     over_column,
-    sum_columns,
     weight_operand,
 )
 from .query import LOG2_E, QUERY_STEPS
@@ -72,21 +61,11 @@ from .tiles import (
     tile_groups,
     token_halves,
 )
-from .warp import lane_xor, larger_halves, largest_of_warp, power_of_two
+from .warp import largest_exponent, power_of_two, rotate_lanes
+from .wide import attend_wide
 from .workspace import section
 
-STAGES = tl.constexpr(3)  # of the loop for more than 4 columns: copies are two tiles ahead
 MEMORY = tl.constexpr(40.0)  # a tile this many powers of two below the highest score gets no unit of its own
-
-
-@triton.jit
-def largest_exponent(scale):
-    """The least e, fp32 of at least -14, so that all value scales of the tile (words of two) are below 2**e."""
-    x = scale[0]
-    for i in tl.static_range(1, len(scale)):
-        x = larger_halves(x, scale[i])
-    x = largest_of_warp(tl.maximum(x & -65536, x << 16))  # fp16 of at least 0: their bits are ordered as they are
-    return (x >> 26).to(tl.float32) - 14.0
 
 
 @triton.jit
@@ -119,48 +98,6 @@ def weigh(scores, slope, offset, scale, exponent, highest, unit, COLUMNS: tl.con
         weights = weights + [weight]
         products = products + [tl.fma(weight, scale[r], 8388608.0).to(tl.int32, bitcast=True)]
     return [highest, now, power_of_two(unit - now)] + weights + products
-
-
-@triton.jit
-def weigh_halves(scores, slope, offset, scale, exponent, unit, COLUMNS: tl.constexpr):
-    """The same for products of weights and value scales that become fp16: the unit only changes for those that would exceed
-    2**12, and what is said of the highest score may as well be said of the unit.
-
-    Returns:
-        unit, the factor for earlier sums, the weights, and the weights times value scales.
-    """
-    top = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
-    for r in tl.static_range(4, len(scores), 2):
-        top = tl.maximum(top, tl.maximum(scores[r], scores[r + 1]))
-    top = tl.fma(over_column(top, True, COLUMNS), slope, offset)
-    now = tl.maximum(unit, top + (exponent - 12.0))
-    shift = offset - now
-    weights = []
-    products = []
-    for r in tl.static_range(len(scores)):
-        weight = power_of_two(tl.fma(scores[r], slope, shift))
-        weights = weights + [weight]
-        products = products + [weight * scale[r]]
-    return [now, power_of_two(unit - now)] + weights + products
-
-
-@triton.jit
-def rotate_lanes(values, g):
-    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
-    DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
-        if 1 << bit < DIMS:
-            new = []
-            for i in tl.static_range(DIMS):
-                if i & (1 << bit) == 0:
-                    new = new + [values[i] + values[i + (1 << bit)]]
-                else:
-                    new = new + [values[i - (1 << bit)] - values[i]]
-            values = new
-    for bit in tl.static_range(3):
-        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
-        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
-    return [v * (8 * DIMS) ** -0.5 for v in values]
 
 
 @triton.jit(
@@ -199,12 +136,9 @@ def decode(
         ROTATE_BACK: whether to leave rotated coordinates here, for dimensions that are powers of two.
         DEPENDENT: whether the program may start before the kernels that it depends on have finished.
     """
-    WIDE: tl.constexpr = COLUMNS > 4
     SCALE: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # the value scale's place in the metadata
-    OWN: tl.constexpr = (COLUMNS + 7) // 8  # columns that a lane has scores of, and
-    DIMS: tl.constexpr = L.value_padded // 8  # its dimensions, of which it has sums for
-    OUT: tl.constexpr = COLUMNS // 4  # columns
-    TOKENS: tl.constexpr = TILE * (4 if COLUMNS == 4 else 8)  # its tokens of a tile
+    DIMS: tl.constexpr = L.value_padded // 8  # a lane's dimensions, of which it has sums, and
+    TOKENS: tl.constexpr = 4 * TILE  # its tokens of a tile
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
     SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     i_h, heads = tl.program_id(0), tl.num_programs(0)
@@ -224,7 +158,7 @@ def decode(
             gdc_wait()
         return
     lane = tl.arange(0, 32)
-    g, t = lane // 4, lane % 4
+    g = lane // 4
 
     KEYS: tl.constexpr = 32 * L.key_words  # where the values start, and
     CODES: tl.constexpr = 32 * (L.key_words + L.value_words)  # the metadata
@@ -241,71 +175,56 @@ def decode(
     p_pages = p_page_ids + i_b * stride_page_ids
     p_kept = section(p_work, kept_at, tl.int32) + i_b * capacity * L.groups
     p_head = p_pool + (i_h * L.page_words + L.header_words)
+    row = i_bh.to(tl.int64) * columns
+    p_rotated = section(p_work, rotated_at, tl.int32) + row * (L.key_padded // 2)
+    p_factor = section(p_work, factor_at, tl.float32) + row
+    p_means = section(p_work, means_at, tl.float32) + row * capacity
+    result = (i_h.to(tl.int64) * slots + slot) * columns
+    if COLUMNS > 4:
+        attend_wide(
+            p_work, p_stats, p_tables, p_rotated, p_factor, p_head, p_pages, p_kept, p_means, heads, entries, first, n_s,
+            steps, columns, result, key_step, value_step, softcap, L, COLUMNS, TILE, ROTATE_BACK, DEPENDENT,
+        )  # fmt: skip
+        return
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
-    if not WIDE:
-        next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
-        p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
-        keys = load_codes(p_groups, 0, L.key_words)
-        values = load_codes(p_groups, KEYS, L.value_words)
-        fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
+    next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
+    p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
+    keys = load_codes(p_groups, 0, L.key_words)
+    values = load_codes(p_groups, KEYS, L.value_words)
+    fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     zero = tl.zeros([32], tl.int32)
     key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
-    value_table = []
-    if WIDE:
-        for i in tl.static_range(4):
-            value_table = value_table + [tl.load(p_tables + 32 * (5 + i) + lane)]
-    elif L.same_table:
-        value_table = key_table
-    else:
+    value_table = key_table
+    if not L.same_table:
         value_table = [tl.load(p_tables + 64 + lane), tl.load(p_tables + 96 + lane)]
     magic = [tl.load(p_tables + 128 + lane)] * 4
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    own_columns = []
-    for x in tl.static_range(OWN):
-        own_columns = own_columns + [tl.minimum(lane_column(lane, x, COLUMNS), columns - 1)]
-    means = [tl.zeros([32], tl.float32)] * (len(pages) * OWN)
+    own_column = tl.minimum(lane_column(lane, 0, COLUMNS), columns - 1)
+    means = [tl.zeros([32], tl.float32)] * len(pages)
+    kept = load_kept(p_kept, first, pages, TILE)
     if L.centered:
-        p_means = section(p_work, means_at, tl.float32) + i_bh.to(tl.int64) * capacity * columns
-    if not WIDE:
-        kept = load_kept(p_kept, first, pages, TILE)
-        if L.centered:
-            means = load_means(p_means, first, pages, columns, own_columns, L.group_bits, TILE)
-    row = i_bh.to(tl.int64) * columns
-    query = load_operand(section(p_work, rotated_at, tl.int32) + row * (L.key_padded // 2), columns, L, COLUMNS)
-    p_factor = section(p_work, factor_at, tl.float32)
-    slope = []
-    for x in tl.static_range(OWN):
-        slope = slope + [tl.load(p_factor + row + own_columns[x]) * key_step]
+        means = load_means(p_means, first, pages, columns, own_column, L.group_bits, TILE)
+    query = load_operand(p_rotated, columns, L, COLUMNS)
+    slope = tl.load(p_factor + own_column) * key_step
     if L.key_format == "lloyd_max":
         bias = half_sums(query, zero, L, COLUMNS)
     selector = tl.where(g % 2 == 0, HIGH_BYTES, LOW_BYTES)
 
     nothing = tl.zeros([32], tl.float32)
-    sums = [nothing] * (DIMS * OUT)
-    highest = [nothing + NOTHING] * OWN
-    unit = [nothing + NOTHING] * OWN
-    total = [nothing] * OWN  # of the weights; these three of a lane's own tokens only
-    scaled = [nothing] * OWN  # of the weights times value scales
-    minima = [nothing] * OWN  # of the weights times value minima
-    for step in tl.range(0, steps, num_stages=STAGES if WIDE else 1):
-        if not WIDE:
-            tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
-            p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
-            next_keys = load_codes(p_groups, 0, L.key_words)
-            next_values = load_codes(p_groups, KEYS, L.value_words)
-        else:
-            tile = first + step * n_s
-            p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, tile, L, TILE)
-            keys = load_codes(p_groups, 0, L.key_words)
-            values = load_codes(p_groups, KEYS, L.value_words)
-            fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
-            kept = load_kept(p_kept, tile, pages, TILE)
-            if L.centered:
-                means = load_means(p_means, tile, pages, columns, own_columns, L.group_bits, TILE)
-            pages = load_pages(p_pages, tile + n_s, entries, step + 1 < steps, L.group_bits, TILE)
+    sums = [nothing] * DIMS
+    highest = nothing + NOTHING
+    unit = nothing + NOTHING
+    total = nothing  # of the weights; these three of a lane's own tokens only
+    scaled = nothing  # of the weights times value scales
+    minima = nothing  # of the weights times value minima
+    for step in tl.range(0, steps, num_stages=1):
+        tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
+        p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
+        next_keys = load_codes(p_groups, 0, L.key_words)
+        next_values = load_codes(p_groups, KEYS, L.value_words)
 
         scores = []
         scale = []
@@ -315,7 +234,7 @@ def decode(
             words = lane_words(part(keys, u, TILE), L.key_words)
             own = part(fields, u, TILE)
             if L.key_format == "lloyd_max":
-                products = int8_scores(words, key_table, query, bias, zero, L, COLUMNS)
+                products = int8_scores(words, key_table, query, bias, zero, L)
                 key_scale = token_halves(field_words(own, 0, L.fields, COLUMNS))
             else:
                 products = fp8_scores(words, query, L, COLUMNS)
@@ -323,108 +242,61 @@ def decode(
             scale_words = scale_words + own_words
             scale = scale + token_halves(own_words)
             if L.value_format == "min_max":
-                lowest = token_halves(field_words(own, L.fields - 1, L.fields, COLUMNS))
-                if WIDE:  # levels count from the middle of a value's range
-                    for i in tl.static_range(len(lowest)):
-                        middle = tl.fma(scale[len(minimum)], (2**L.value_bits - 1) / 2, lowest[i])
-                        minimum = minimum + [middle]
-                else:
-                    minimum = minimum + lowest
-            bits = kept[u] >> (g if COLUMNS == 4 else 2 * t)
-            for i in tl.static_range(len(products) // OWN):
-                for x in tl.static_range(OWN):
-                    y = products[i * OWN + x]
-                    if L.key_format == "lloyd_max":
-                        y *= key_scale[i]
-                    if SCALED:
-                        y = tl.fma(y, slope[x], means[u % PAGES * OWN + x])
-                    if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-                        y = LOG2_E * (softcap - 2 * softcap / (power_of_two(y * (2 * LOG2_E)) + 1))
-                    live = (bits & (1 << (8 * i if COLUMNS == 4 else 8 * (i // 2) + i % 2))) != 0
-                    scores = scores + [tl.where(live, y, float("-inf"))]
+                minimum = minimum + token_halves(field_words(own, L.fields - 1, L.fields, COLUMNS))
+            bits = kept[u] >> g
+            for i in tl.static_range(4):
+                y = products[i]
+                if L.key_format == "lloyd_max":
+                    y *= key_scale[i]
+                if SCALED:
+                    y = tl.fma(y, slope, means[u % PAGES])
+                if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
+                    y = LOG2_E * (softcap - 2 * softcap / (power_of_two(y * (2 * LOG2_E)) + 1))
+                scores = scores + [tl.where((bits & (1 << 8 * i)) != 0, y, float("-inf"))]
         exponent = largest_exponent(scale_words)
-        if not WIDE:
-            keys = next_keys
-            fields = load_fields(p_groups, next_pages, CODES, L.fields, COLUMNS)
-            kept = load_kept(p_kept, tile, next_pages, TILE)
+        keys = next_keys
+        fields = load_fields(p_groups, next_pages, CODES, L.fields, COLUMNS)
+        kept = load_kept(p_kept, tile, next_pages, TILE)
 
-        state = []
-        decay = []
-        weighted = []
-        for x in tl.static_range(OWN):
-            factor = nothing + 1.0 if SCALED else slope[x]
-            shift = nothing if SCALED else means[x]
-            if WIDE:
-                w = weigh_halves(scores[x::OWN], factor, shift, scale, exponent, unit[x], COLUMNS)
-                w = [highest[x]] + w
-            else:
-                w = weigh(scores[x::OWN], factor, shift, scale, exponent, highest[x], unit[x], COLUMNS)
-            weights = w[3 : 3 + TOKENS]
-            new_total = total[x] * w[2]
-            new_scaled = scaled[x]
-            if not WIDE:
-                new_scaled *= w[2]
-            new_minima = minima[x]
-            if L.value_format == "min_max":
-                new_minima *= w[2]
-            for r in tl.static_range(0, TOKENS, 2):
-                new_total += weights[r] + weights[r + 1]
+        factor = nothing + 1.0 if SCALED else slope
+        shift = nothing if SCALED else means[0]
+        w = weigh(scores, factor, shift, scale, exponent, highest, unit, COLUMNS)
+        highest, unit, decay = w[0], w[1], w[2]
+        weights = w[3 : 3 + TOKENS]
+        total *= decay
+        scaled *= decay
+        for r in tl.static_range(0, TOKENS, 2):
+            total += weights[r] + weights[r + 1]
+        for r in tl.static_range(TOKENS):
+            scaled = tl.fma(weights[r], scale[r], scaled)
+        if L.value_format == "min_max":
+            minima *= decay
             for r in tl.static_range(TOKENS):
-                if not WIDE:
-                    new_scaled = tl.fma(weights[r], scale[r], new_scaled)
-                if L.value_format == "min_max":
-                    new_minima = tl.fma(weights[r], minimum[r], new_minima)
-            state = state + [w[0], w[1], new_total, new_scaled, new_minima]
-            decay = decay + [w[2]]
-            weighted = weighted + w[3 + TOKENS :]
-        highest, unit, total, scaled, minima = state[0::5], state[1::5], state[2::5], state[3::5], state[4::5]
-        if not WIDE:
-            if L.centered:
-                means = load_means(p_means, tile, next_pages, columns, own_columns, L.group_bits, TILE)
-            next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
+                minima = tl.fma(weights[r], minimum[r], minima)
+        if L.centered:
+            means = load_means(p_means, tile, next_pages, columns, own_column, L.group_bits, TILE)
+        next_pages = load_pages(p_pages, tile + n_s, entries, step + 2 < steps, L.group_bits, TILE)
 
         operands = []
         for u in tl.static_range(TILE):
-            operands = operands + weight_operand(weighted, u, TILE, selector, COLUMNS)
-        if WIDE:
-            decay = sum_columns(decay, lane, COLUMNS)
-            sums = add_half_values(sums, decay, values, value_table, operands, L, COLUMNS, TILE)
-        else:
-            sums = add_int8_values(sums, decay[0], values, value_table, operands, magic, L, TILE)
-            values = next_values
+            operands = operands + weight_operand(w[3 + TOKENS + 4 * u : 7 + TOKENS + 4 * u], selector)
+        sums = add_int8_values(sums, decay, values, value_table, operands, magic, L, TILE)
+        values = next_values
 
-    row = (i_h.to(tl.int64) * slots + slot) * columns
-    offsets = []
-    factors = []
-    for x in tl.static_range(OWN):
-        column = lane_column(lane, x, COLUMNS)
-        mask = (column < columns) & (g == 0 if COLUMNS == 4 else t == 0)
-        p_stats_row = p_stats + 2 * (row + column)
-        weight = over_column(total[x], False, COLUMNS)
-        if WIDE:
-            tl.store(p_stats_row, unit[x], mask=mask)
-            tl.store(p_stats_row + 1, weight, mask=mask)
-            offsets = offsets + [over_column(minima[x], False, COLUMNS)]
-            factors = factors + [nothing + 1.0]
-        else:
-            factor = power_of_two(unit[x] - highest[x])
-            tl.store(p_stats_row, highest[x], mask=mask)
-            tl.store(p_stats_row + 1, weight * factor, mask=mask)
-            if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
-                offset = tl.fma(scaled[x], 2.0 ** (L.value_bits - 1), minima[x])
-                offsets = offsets + [over_column(offset, False, COLUMNS) * factor]
-                factors = factors + [factor]
-            else:
-                offsets = offsets + [over_column(scaled[x], False, COLUMNS) * (factor * 0.5 * value_step)]
-                factors = factors + [factor * value_step]
-    offsets = sum_columns(offsets, lane, COLUMNS)
-    factors = sum_columns(factors, lane, COLUMNS)
-    for x in tl.static_range(OUT):
-        column = t if COLUMNS == 4 else 8 * (x // 2) + 2 * t + x % 2
-        vector = [tl.fma(y, factors[x], offsets[x]) for y in sums[x::OUT]]
-        if ROTATE_BACK:
-            vector = rotate_lanes(vector, g)
-        store_run(p_work + ((row + column) * L.value_padded + g * DIMS), vector, column < columns, tl.float32)
+    column = lane_column(lane, 0, COLUMNS)
+    mask = (column < columns) & (g == 0)
+    factor = power_of_two(unit - highest)
+    tl.store(p_stats + 2 * (result + column), highest, mask=mask)
+    tl.store(p_stats + 2 * (result + column) + 1, over_column(total, False, COLUMNS) * factor, mask=mask)
+    if L.value_format == "min_max":  # codes count from 0, not from the middle of the levels
+        offset = over_column(tl.fma(scaled, 2.0 ** (L.value_bits - 1), minima), False, COLUMNS) * factor
+    else:
+        offset = over_column(scaled, False, COLUMNS) * (factor * 0.5 * value_step)
+        factor *= value_step
+    vector = [tl.fma(y, factor, offset) for y in sums]
+    if ROTATE_BACK:
+        vector = rotate_lanes(vector, g)
+    store_run(p_work + ((result + column) * L.value_padded + g * DIMS), vector, column < columns, tl.float32)
 
 
 @lru_cache(maxsize=None)
@@ -439,8 +311,17 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
-    words.extend(table_words(layout, "value"))
+    words.extend(_small_levels(layout))
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
+
+
+def _small_levels(layout: PageLayout) -> list[int]:
+    """The values' levels as bytes, for `wide.value_pairs`, in two words, and the level of byte 0 as fp32."""
+    table = _int8_levels(layout, "value")
+    least = min(table)
+    table = [2 * m + 1 for m in table] if layout.value_bits == 4 else [x - least for x in table]
+    words = [int.from_bytes(bytes(four), "little") for four in (table[:4], table[4:])]
+    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5)), 0x3C003C00]
 
 
 @lru_cache(maxsize=None)

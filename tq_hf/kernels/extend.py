@@ -23,10 +23,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .dequant import INTERPRET, byte_pairs, fp8_pairs, half, level_pairs
 from .lanes import lane_word_offset, load_factors
 from .packed import NOTHING, UNWEIGHT, WEIGHT
+from .query import LOG2_E
 
 # Lloyd-Max levels are below 2.8: a fourth of a vector is a number of fp16 whatever its scale is.
 FOURTH = tl.constexpr(0.25)
 MEANS = tl.constexpr(64)  # pages whose mean keys a program rotates
+SAMPLE = tl.constexpr(16)  # pages whose mean keys the centre is the mean of
 
 
 # Dimensions of blocks are powers of two: a head's chunks are cut into pieces of 4, then of 2 and of 1.
@@ -272,15 +274,18 @@ def load_values(p_codes, p_metadata, live, table, i: tl.constexpr, L: tl.constex
 
 @triton.jit(do_not_specialize=["heads", "stride_page_ids", "capacity"])
 def rotate_means(
-    p_pool, p_page_ids, p_counters, p_balance, p_signs, p_means, heads, stride_page_ids, capacity,
+    p_pool, p_page_ids, p_counters, p_balance, p_signs, p_means, p_centre, heads, stride_page_ids, capacity,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, PAGE_WORDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, cdiv(capacity, MEANS)): the mean keys of pages as the balanced and rotated keys have them.
+    """Grid (B * H, cdiv(capacity, MEANS)): the mean keys of pages as the balanced and rotated keys have them, less what they
+    have in common.
 
     Args:
         p_balance: fp32 [B * H, DIM], or None.
         p_signs: bf16 [BLOCK, BLOCK], the sign of each input (column) in each rotated coordinate (row).
-        p_means: fp16 [B * H, capacity, PADDED], a fourth of the mean keys in the order of `key_dims`, piece by piece.
+        p_means: fp16 [B * H, capacity, PADDED], a fourth of the mean keys less the centre, in the order of `key_dims`,
+            piece by piece.
+        p_centre: fp32 [B * H, DIM], the mean of some pages' mean keys, as they are.
         CHAINED: whether this kernel runs beside `prepare.prepare`, and the next may start before this one has finished.
     """
     if CHAINED:
@@ -288,12 +293,21 @@ def rotate_means(
     i_bh = tl.program_id(0)
     i_b, i_h = i_bh // heads, i_bh % heads
     entry = tl.program_id(1) * MEANS + tl.arange(0, MEANS)
-    exists = entry < tl.minimum(tl.load(p_counters + 2), capacity)
+    entries = tl.minimum(tl.load(p_counters + 2), capacity)
+    exists = entry < entries
     page = tl.load(p_page_ids + i_b * stride_page_ids + entry, mask=exists, other=-1)
     d = tl.arange(0, BLOCK)
     p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
     mask = (page >= 0)[:, None] & (d < DIM)[None, :]
     mean = tl.load(p_mean[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    some = tl.arange(0, SAMPLE) * entries // SAMPLE
+    sample = tl.load(p_page_ids + i_b * stride_page_ids + some, mask=entries > 0, other=-1)
+    p_sample = (p_pool + (sample.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
+    sampled = (sample >= 0)[:, None] & (d < DIM)[None, :]
+    centre = tl.sum(tl.load(p_sample[:, None] + d[None, :], mask=sampled, other=0.0).to(tl.float32), 0)
+    centre /= tl.maximum(tl.sum((sample >= 0).to(tl.int32), 0), 1).to(tl.float32)
+    tl.store(p_centre + i_bh.to(tl.int64) * DIM + d, centre, mask=(d < DIM) & (tl.program_id(1) == 0))
+    mean -= centre[None, :]
     if p_balance is not None:
         mean *= load_factors(p_balance + i_bh.to(tl.int64) * DIM, d, DIM)[None, :]
     high = mean.to(tl.float16)
@@ -312,24 +326,44 @@ def rotate_means(
         gdc_wait()
 
 
+@triton.jit
+def centre_scores(p_rows, p_centre, inside, DIM: tl.constexpr):
+    """The products of columns and the centre, fp32 [COLUMNS].
+
+    Args:
+        p_rows: [COLUMNS], the queries as the model has them.
+        p_centre: fp32 [DIM].
+    """
+    scores = tl.zeros(inside.shape, tl.float32)
+    for first in range(0, DIM, 32):
+        d = first + tl.arange(0, 32)
+        query = tl.load(p_rows[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+        centre = tl.load(p_centre + d, mask=d < DIM, other=0.0)
+        scores += tl.sum(query.to(tl.float32) * centre[None, :], 1)
+    return scores
+
+
 @triton.jit(
     do_not_specialize=[
         "heads", "columns", "stride_page_ids", "capacity", "sinks", "group", "query_offset", "mask_b", "mask_q", "mask_k",
     ]
 )  # fmt: skip
 def extend(
-    p_query, p_factor, p_pool, p_tables, p_means, p_page_ids, p_entries, p_row_start, p_counters, p_mask, p_output, p_stats,
-    heads, columns, stride_page_ids, capacity, sinks, group, query_offset, mask_b, mask_q, mask_k, softcap,
+    p_plain, p_query, p_factor, p_pool, p_tables, p_means, p_centre, p_page_ids, p_entries, p_row_start, p_counters, p_mask,
+    p_output, p_stats,
+    heads, columns, stride_page_ids, capacity, sinks, group, query_offset, stride_qb, stride_qh, stride_qt, mask_b, mask_q,
+    mask_k, scaling, softcap,
     L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, PER_QUERY: tl.constexpr, CAUSAL: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, splits, column blocks). A split takes every N-th tile of TILE groups.
 
     Args:
+        p_plain: [B, H * group, q, D], the queries as the model has them; its strides are stride_q*.
         p_query: fp16 [B * H, columns, key_padded], rotated if the keys are, divided by a power of two.
         p_factor: fp32 [B * H, columns], what turns a product of `p_query` into a score in powers of two (with a softcap:
             into the argument of tanh).
-        p_means: of `rotate_means`, int64 of four numbers, if keys are centred; else None.
+        p_means, p_centre: of `rotate_means`, the former as int64 of four numbers, if keys are centred; else None.
         p_mask: keep mask, bytes; its row depends on the query if PER_QUERY. None keeps all.
         p_output, p_stats: of `combine.combine`; the results of this kernel come first.
         query_offset: position of query 0 minus the committed length.
@@ -361,6 +395,12 @@ def extend(
     factor = tl.load(p_factor + row, mask=inside, other=1.0)
     if KEY_FORMAT == "lloyd_max":
         factor *= 1 / FOURTH
+    # What keys have in common would take bits from what they have not, so it is scored apart, the same for all.
+    common = tl.zeros([COLUMNS], tl.float32)
+    if L.centered:
+        p_rows = p_plain + i_b.to(tl.int64) * stride_qb + (i_h * group + column % group).to(tl.int64) * stride_qh
+        p_rows += (column // group).to(tl.int64) * stride_qt
+        common = centre_scores(p_rows, p_centre + i_bh.to(tl.int64) * L.key_dim, inside, L.key_dim) * (scaling * LOG2_E)
     key_table = load_table(p_tables, KEY_FORMAT)
     value_table = key_table if L.same_table else load_table(p_tables + 128, VALUE_FORMAT)
     row_start = tl.load(p_row_start + i_b)
@@ -431,7 +471,8 @@ def extend(
         for i in tl.static_range(pieces(CHUNKS)):
             scores = tl.dot(query[i], keys[i].trans(1, 0), scores)
         if softcap is not None:  # tanh; overflow and underflow of the exponential give 1 and -1
-            scores = softcap - 2 * softcap / (tl.exp2(scores * (factor * 2.8853900817779268)[:, None]) + 1)
+            scores = scores * factor[:, None] + (common / softcap)[:, None]
+            scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * LOG2_E)) + 1)
 
         if p_mask is not None or CAUSAL:
             keep = ((position >= first_position) & (position < end))[None, :]
@@ -461,7 +502,7 @@ def extend(
         acc = sums
 
     result = (i_bh.to(tl.int64) * n_s + i_s) * columns + column
-    tl.store(p_stats + 2 * result, maximum * (1.0 if softcap is not None else factor), mask=inside)
+    tl.store(p_stats + 2 * result, maximum if softcap is not None else maximum * factor + common, mask=inside)
     tl.store(p_stats + 2 * result + 1, total * UNWEIGHT, mask=inside)
     for i in tl.static_range(pieces(VALUE_CHUNKS)):
         x = acc[i] * (UNWEIGHT if VALUE_FORMAT == "min_max" else UNWEIGHT / FOURTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dequant import chunk_runs, fp8_pairs, level_pairs, split_last4
+from .dequant import chunk_runs, fp8_pairs, split_last4
 from .tiles import chunk_int8, lane_words, part
 from .warp import (
     lane_of,
@@ -13,7 +13,6 @@ from .warp import (
     multiply_fp16,
     multiply_int8,
     multiply_int8_by_bytes,
-    pack_halves,
     permute_bytes,
     transpose,
 )
@@ -120,43 +119,26 @@ def half_sums(query, zero, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def int8_scores(words, table, query, bias, zero, L: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products of keys and query, fp32, in the order (token of the lane, column of the lane)."""
-    OWN: tl.constexpr = (COLUMNS + 7) // 8
-    if COLUMNS == 4:
-        products = [[zero, bias[0], zero, bias[0]]] * 2  # for both halves of the tokens
-    elif COLUMNS == 8:
-        products = [[zero, zero, bias[0], bias[0]]] * 4  # for all quarters
-    else:
-        products = [[zero] * 4, [bias[0], bias[0], bias[1], bias[1]]] * 4  # high and low
+def int8_scores(words, table, query, bias, zero, L: tl.constexpr):
+    """Products of keys and query, fp32, of 4 columns: those of a lane's four tokens."""
+    products = [[zero, bias[0], zero, bias[0]]] * 2  # for both halves of the tokens
     for c in tl.static_range(L.key_padded // 32):
         x = chunk_int8(words, c, table, L.key_bits)
         new = []
-        for i in tl.static_range(len(products)):
-            if COLUMNS == 4:
-                a = [x[4 * i], x[4 * i + 2], x[4 * i + 1], x[4 * i + 3]]
-                new = new + [multiply_int8(a, query[2 * c : 2 * c + 2], products[i])]
-            else:
-                q = query[4 * (OWN * c + i % OWN) : 4 * (OWN * c + i % OWN) + 4]
-                new = new + [multiply_int8(q, x[2 * (i // OWN) : 2 * (i // OWN) + 2], products[i])]
+        for i in tl.static_range(2):
+            a = [x[4 * i], x[4 * i + 2], x[4 * i + 1], x[4 * i + 3]]
+            new = new + [multiply_int8(a, query[2 * c : 2 * c + 2], products[i])]
         products = new
     scores = []
-    for i in tl.static_range(len(products) // OWN):
+    for i in tl.static_range(2):
         for e in tl.static_range(2):
-            if COLUMNS == 4:
-                scores = scores + [(products[i][2 * e] * 256 + products[i][2 * e + 1]).to(tl.float32)]
-            elif COLUMNS == 8:
-                scores = scores + [(products[i][e] * 256 + products[i][2 + e]).to(tl.float32)]
-            else:
-                for x in tl.static_range(2):
-                    high, low = products[2 * i][2 * x + e], products[2 * i + 1][2 * x + e]
-                    scores = scores + [(high * 256 + low).to(tl.float32)]
+            scores = scores + [(products[i][2 * e] * 256 + products[i][2 * e + 1]).to(tl.float32)]
     return scores
 
 
 @triton.jit
 def fp8_scores(words, query, L: tl.constexpr, COLUMNS: tl.constexpr):
-    """`int8_scores` for fp8 keys, as fp16."""
+    """Products of fp8 keys and an fp16 query, in the order (token of the lane, column of the lane)."""
     OWN: tl.constexpr = (COLUMNS + 7) // 8
     products = [[tl.zeros([32], tl.float32)] * 4] * (2 if COLUMNS == 4 else 4)
     for c in tl.static_range(L.key_padded // 32):
@@ -184,25 +166,13 @@ def fp8_scores(words, query, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def weight_operand(weights, u: tl.constexpr, TILE: tl.constexpr, selector, COLUMNS: tl.constexpr):
-    """Weights, in the order (column of the lane, group, token of the lane), of group u as right operands.
-
-    With 4 columns, of 16-bit integers: two words. Else of fp32 as fp16: two words for each half of the tokens, one block of
-    8 columns after the other; the lane that has a weight is the one that it is wanted in.
-    """
-    words = []
-    if COLUMNS == 4:  # the same in both columns, of which one will keep the high bytes and the other the low ones
-        rows = []
-        for r in tl.static_range(4):
-            w = weights[4 * u + r]
-            rows = rows + [transpose(permute_bytes(w, w, 0x1010))]
-        words = [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
-    else:
-        for block in tl.static_range(COLUMNS // 8):
-            for i in tl.static_range(4):
-                w = weights[8 * (TILE * block + u) + 2 * i : 8 * (TILE * block + u) + 2 * i + 2]
-                words = words + [pack_halves(w[0], w[1])]
-    return words
+def weight_operand(weights, selector):
+    """The weights of a group's tokens, 16-bit integers of 4 columns, as a right operand of two words."""
+    rows = []
+    for r in tl.static_range(4):  # the same in both columns: one will keep the high bytes, the other the low ones
+        w = weights[r]
+        rows = rows + [transpose(permute_bytes(w, w, 0x1010))]
+    return [permute_bytes(rows[0], rows[1], selector), permute_bytes(rows[2], rows[3], selector)]
 
 
 @triton.jit
@@ -229,38 +199,4 @@ def add_int8_values(sums, decay, values, table, weights, magic, L: tl.constexpr,
                 x = multiply_int8_by_bytes(levels[8 * u + 4 * p : 8 * u + 4 * p + 4], part(weights, u, TILE), x)
             for e in tl.static_range(2):
                 new = new + [tl.fma(sums[len(new)], decay, add_bytes(x[2 * e], x[2 * e + 1]))]
-    return new
-
-
-@triton.jit
-def add_half_values(sums, decay, values, table, weights, L: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """The same for fp16 weights and more columns, in the order (dimension, column): columns 8n + 2t and 8n + 2t + 1, as
-    `decay`. The sums stay where the products leave them."""
-    BLOCKS: tl.constexpr = COLUMNS // 8
-    words = []
-    for u in tl.static_range(TILE):
-        words = words + lane_words(part(values, u, TILE), L.value_words)
-    new = []
-    for c in tl.static_range(L.value_padded // 32):
-        pairs = []
-        for u in tl.static_range(TILE):
-            runs = chunk_runs(part(words, u, TILE), c, L.value_bits)
-            for r in tl.static_range(4):
-                pairs = pairs + level_pairs(runs[r], table, L.value_bits)
-        for p in tl.static_range(2):
-            products = []
-            for block in tl.static_range(BLOCKS):
-                x = []
-                for e in tl.static_range(2):
-                    for i in tl.static_range(2):
-                        x = x + [sums[2 * BLOCKS * (4 * c + 2 * p + e) + 2 * block + i] * decay[2 * block + i]]
-                for u in tl.static_range(TILE):
-                    for h in tl.static_range(2):  # of the tokens
-                        y = pairs[16 * u + 8 * p + 4 * h : 16 * u + 8 * p + 4 * h + 4]
-                        b = part(part(weights, u, TILE), block, BLOCKS)[2 * h : 2 * h + 2]
-                        x = multiply_fp16([y[0], y[2], y[1], y[3]], b, x)
-                products = products + [x]
-            for e in tl.static_range(2):
-                for block in tl.static_range(BLOCKS):
-                    new = new + products[block][2 * e : 2 * e + 2]
     return new

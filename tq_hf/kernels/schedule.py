@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layout import LANES, PageLayout
 from ..rotation import hadamard_signs
 from .combine import combine
-from .decode import STAGES, decode, int8_tables, steps
+from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .extend import MEANS, extend, rotate_means
@@ -25,6 +25,7 @@ from .launch import Grid, Launcher, Number, cdiv, power_of_two
 from .packed import attend_packed
 from .prepare import prepare
 from .tail import TAIL_TOKENS
+from .wide import STAGES
 from .workspace import Sections
 
 REGISTERS = 65536  # of a multiprocessor
@@ -82,7 +83,7 @@ class Schedule:
         rotate_means: for the extend kernel, if pages have mean keys.
         decode, extend, packed: one of them, if there are packed pages.
         floats: size of the workspace.
-        stats_at, factor_at, rotated_at, plain_at, kept_at, means_at: sections of it; partial results stand at 0.
+        stats_at, factor_at, rotated_at, plain_at, kept_at, means_at, centre_at: sections of it; partial results stand at 0.
         query_dtype: of the rotated queries.
         columns: queries of the heads that share a KV head.
         slots, even_splits, exact_splits: partial results (`combine.combine`), the last of the exact tokens.
@@ -106,6 +107,7 @@ class Schedule:
     plain_at: int
     kept_at: int
     means_at: int
+    centre_at: int
     query_dtype: torch.dtype
     columns: int
     slots: int
@@ -190,7 +192,7 @@ def schedule(
     results = (heads * slots + rows * exact_splits) * columns
     sections.take(results * page.value_dim_padded, torch.float32)
     stats_at = sections.take(results * 2, torch.float32)
-    factor_at = rotated_at = plain_at = kept_at = means_at = 0
+    factor_at = rotated_at = plain_at = kept_at = means_at = centre_at = 0
     if packed:
         factor_at = sections.take(rows * columns, torch.float32)
         rotated_at = sections.take(rows * columns * page.key_dim_padded, query_dtype)
@@ -203,6 +205,7 @@ def schedule(
         means_at = sections.take(rows * max_entries * columns, torch.float32)
     elif wide and page.center_keys:
         means_at = sections.take(rows * max_entries * page.key_dim_padded, torch.float16)
+        centre_at = sections.take(rows * page.key_dim, torch.float32)
 
     prepare_launch = means_launch = exact_launch = decode_launch = extend_launch = packed_launch = None
     entries = PLAN_NUMBERS // max(key_block, PLAN_NUMBERS // LANES)
@@ -280,6 +283,7 @@ def schedule(
         plain_at,
         kept_at,
         means_at,
+        centre_at,
         query_dtype,
         columns,
         slots,

@@ -121,14 +121,13 @@ def load_kept(p_kept, tile, pages, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_means(p_means, tile, pages, columns, own_columns, GROUP_BITS: tl.constexpr, TILE: tl.constexpr):
-    """The scores of each page's mean key for the columns of a lane."""
+def load_means(p_means, tile, pages, columns, own_column, GROUP_BITS: tl.constexpr, TILE: tl.constexpr):
+    """The scores of each page's mean key for the column of a lane."""
     entry = (tile * TILE) >> GROUP_BITS
     scores = []
     for u in tl.static_range(len(pages)):
-        for x in tl.static_range(len(own_columns)):
-            p = p_means + ((entry + u) * columns + own_columns[x])
-            scores = scores + [tl.load(p, mask=pages[u] >= 0, other=0.0)]
+        p = p_means + ((entry + u) * columns + own_column)
+        scores = scores + [tl.load(p, mask=pages[u] >= 0, other=0.0)]
     return scores
 
 

@@ -96,6 +96,18 @@ def saturated_multiply_add_halves(a, b, c):
 
 
 @triton.jit
+def high_half(word, one):
+    """The high half of a word, in both halves, as the floating-point unit moves it: an fp16, not a NaN, times one.
+
+    Shifts share their unit with byte permutes.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 a, b; .reg .b32 c; mov.b32 {a, b}, $1; mov.b32 c, {b, b}; mul.rn.f16x2 $0, c, $2;}", "=r,r,r",
+        [word, one], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def split_halves(word):
     """The two fp16 of a word in fp32, the low half first."""
     low, high = tl.inline_asm_elementwise(
@@ -169,3 +181,32 @@ def join_halves(low, high):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def largest_exponent(scale):
+    """The least e, fp32 of at least -14, so that all value scales of the tile (words of two) are below 2**e."""
+    x = scale[0]
+    for i in tl.static_range(1, len(scale)):
+        x = larger_halves(x, scale[i])
+    x = largest_of_warp(tl.maximum(x & -65536, x << 16))  # fp16 of at least 0: their bits are ordered as they are
+    return (x >> 26).to(tl.float32) - 14.0
+
+
+@triton.jit
+def rotate_lanes(values, g):
+    """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
+    DIMS: tl.constexpr = len(values)
+    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
+        if 1 << bit < DIMS:
+            new = []
+            for i in tl.static_range(DIMS):
+                if i & (1 << bit) == 0:
+                    new = new + [values[i] + values[i + (1 << bit)]]
+                else:
+                    new = new + [values[i - (1 << bit)] - values[i]]
+            values = new
+    for bit in tl.static_range(3):
+        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
+        values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
+    return [v * (8 * DIMS) ** -0.5 for v in values]
