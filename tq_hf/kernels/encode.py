@@ -38,8 +38,10 @@ from .warp import (
 FP16_MAX = tl.constexpr(65504.0)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Vectors are scaled to coordinates of this standard deviation: the lowest boundary is above a quarter of it, where fp16 are
-# half apart, and no coordinate exceeds 16 times as much.
-UNIT = tl.constexpr(2048.0)
+# half apart, and no coordinate exceeds 16 times as much. Times 2**-11.5 more than a power of two: that moves the boundaries
+# of an int8 grid, which fp16 would represent, to about half way between two fp16, and so does rounding to fp16 no coordinate
+# across them.
+UNIT = tl.constexpr(2048 * (1 + 2**-11.5))
 TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
 ONES = tl.constexpr(0x3C003C00)
 COUNTER = tl.constexpr(0x64006400)  # 1024.0: the bits of an integer added to it are the lowest
@@ -78,7 +80,9 @@ def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) ->
         lowest level, then what passing the boundary adds to it.
     """
     half = 2 ** (bits - 1)
-    lower = (boundaries(bits, dim, codebook)[half - 1 :] * UNIT.value).half()
+    lower = boundaries(bits, dim, codebook)[half - 1 :].double() * UNIT.value
+    # What is compared has been rounded to fp16, up to half a step: the fp16 from half a step below which is the boundary.
+    lower = (lower + lower.log2().floor().exp2() / 2048).half()
     below = (lower.view(torch.int16) - 1).view(torch.float16) * -2
     below[0] = 0
     positive = levels(bits, dim, codebook)[half:]
