@@ -44,6 +44,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 UNIT = tl.constexpr(2048 * (1 + 2**-11.5))
 TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
 ONES = tl.constexpr(0x3C003C00)
+SIXTEENS = tl.constexpr(0x4C004C00)
 COUNTER = tl.constexpr(0x64006400)  # 1024.0: the bits of an integer added to it are the lowest
 
 
@@ -72,23 +73,22 @@ def rotation_fragments(dim_padded: int, keys: bool, device: torch.device) -> Ten
 
 @lru_cache(maxsize=None)
 def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as the constants of `quantize`.
+    """The non-negative half of a codebook as the constants of `magnitude_indices` and `magnitude_levels`.
 
     Returns:
-        int32 [2, 2**(bits - 1)], words with the same fp16 twice. Row 0: the number below the lower boundary of magnitude m,
-        times -2, so that a multiply-add that saturates to 0..1 tells whether twice a value reaches the boundary. Row 1: the
-        lowest level, then what passing the boundary adds to it.
+        int32: for each boundary but zero the fp16 below it, times -2, twice in a word: a multiply-add that saturates to 0..1
+        tells whether twice a value reaches the boundary. Then the levels, fp16: their low bytes, and their high bytes.
     """
     half = 2 ** (bits - 1)
-    lower = boundaries(bits, dim, codebook)[half - 1 :].double() * UNIT.value
+    edges = boundaries(bits, dim, codebook)[half:].double() * UNIT.value
     # What is compared has been rounded to fp16, up to half a step: the fp16 from half a step below which is the boundary.
-    lower = (lower + lower.log2().floor().exp2() / 2048).half()
-    below = (lower.view(torch.int16) - 1).view(torch.float16) * -2
-    below[0] = 0
-    positive = levels(bits, dim, codebook)[half:]
-    steps = positive.diff(prepend=positive.new_zeros(1)).half()
-    words = torch.stack([below, steps]).view(torch.int16).int() & 0xFFFF
-    return (words * 0x10001).to(device)
+    edges = (edges + edges.log2().floor().exp2() / 2048).half()
+    below = (edges.view(torch.int16) - 1).view(torch.float16) * -2
+    words = (below.view(torch.int16).int() & 0xFFFF) * 0x10001
+    positive = levels(bits, dim, codebook)[half:].half()
+    level_bytes = torch.zeros(2, max(half, 4), dtype=torch.uint8, device="cpu")
+    level_bytes[:, :half] = positive.view(torch.uint8).view(half, 2).mT
+    return torch.cat([words, level_bytes.view(torch.int32).flatten()]).to(device)
 
 
 @triton.jit
@@ -230,8 +230,17 @@ def rotate_tops(first, second, fragments, i: tl.constexpr):
 
 
 @triton.jit
-def rotate_chunk(first, second, fragments):
-    """A chunk of two rotated tokens from their words: [32, 4] each, a word for each i."""
+def chunk_words(y, KEYS: tl.constexpr):
+    """A token's rotated coordinates of a chunk, i = 0..3 for b = 0 and for b = 1, as words (`signed_codes`)."""
+    if KEYS:
+        return [pack_halves(y[0], y[2]), pack_halves(y[1], y[3]), pack_halves(y[4], y[6]), pack_halves(y[5], y[7])]
+    else:
+        return [pack_halves(y[0], y[4]), pack_halves(y[1], y[5]), pack_halves(y[2], y[6]), pack_halves(y[3], y[7])]
+
+
+@triton.jit
+def rotate_chunk(first, second, fragments, KEYS: tl.constexpr):
+    """A chunk of two rotated tokens from their words: four words each (`chunk_words`)."""
     z0 = rotate_tops(first, second, fragments, 0)
     z1 = rotate_tops(first, second, fragments, 1)
     z2 = rotate_tops(first, second, fragments, 2)
@@ -243,53 +252,74 @@ def rotate_chunk(first, second, fragments):
         difference01 = z0[j] - z1[j]
         difference23 = z2[j] - z3[j]
         y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
-    first_token = pack_halves(join4(y[0], y[1], y[2], y[3]), join4(y[4], y[5], y[6], y[7]))
-    second_token = pack_halves(join4(y[8], y[9], y[10], y[11]), join4(y[12], y[13], y[14], y[15]))
-    return first_token, second_token
+    return chunk_words(y[:8], KEYS), chunk_words(y[8:], KEYS)
 
 
 @triton.jit
-def quantize(word, cells, HALF: tl.constexpr):
-    """The Lloyd-Max cells of words' coordinates: in the lowest bits of either half the magnitude's index, and its level.
+def count_boundaries(magnitude, boundaries):
+    """How many boundaries the halves of a word of magnitudes reach, as fp16."""
+    count = saturated_multiply_add_halves(magnitude, TWICE, boundaries[0])  # 0 or 1
+    for m in tl.static_range(1, len(boundaries)):
+        count = multiply_add_halves(saturated_multiply_add_halves(magnitude, TWICE, boundaries[m]), ONES, count)
+    return count
 
-    Coordinates on a boundary go to the larger magnitude.
+
+@triton.jit
+def magnitude_indices(magnitudes, boundaries):
+    """The Lloyd-Max cells of four words of magnitudes, in nibbles: the low halves of words 0 and 1, their high halves, and the
+    same of words 2 and 3. Magnitudes on a boundary go to the larger cell."""
+    counts = []
+    for i in tl.static_range(4):
+        counts = counts + [count_boundaries(magnitudes[i], boundaries)]
+    pairs = []
+    for i in tl.static_range(2):
+        pair = multiply_add_halves(counts[2 * i + 1], SIXTEENS, COUNTER)
+        pairs = pairs + [multiply_add_halves(counts[2 * i], ONES, pair)]
+    return permute_bytes(pairs[0], pairs[1], 0x6420)
+
+
+@triton.jit
+def magnitude_levels(indices, level_bytes):
+    """The levels of `magnitude_indices` as four words of fp16, from words of the levels' low bytes and as many of the high."""
+    WORDS: tl.constexpr = len(level_bytes) // 2
+    words = []
+    for i in tl.static_range(2):
+        selector = indices >> (16 * i)
+        low = permute_bytes(level_bytes[0], level_bytes[WORDS - 1], selector)
+        high = permute_bytes(level_bytes[WORDS], level_bytes[2 * WORDS - 1], selector)
+        words = words + [permute_bytes(low, high, 0x6240), permute_bytes(low, high, 0x7351)]
+    return words
+
+
+@triton.jit
+def signed_codes(indices, words, BITS: tl.constexpr):
+    """The codes in nibbles, from the indices of words' magnitudes and the words' signs; of 4 bits, a magnitude and a sign.
+
+    The order is that of `magnitude_indices`. With the words of a key (`chunk_words`) these are its runs. Those of a value have
+    in byte 2p + b the codes e = 0, 1 of dimension i = 2p + e.
     """
-    magnitude = word & 0x7FFF7FFF
-    index = tl.full(word.shape, COUNTER, tl.int32)
-    level = cells[HALF]
-    for m in tl.static_range(1, HALF):
-        above = saturated_multiply_add_halves(magnitude, TWICE, cells[m])  # 0 or 1
-        index = multiply_add_halves(above, ONES, index)
-        level = multiply_add_halves(above, cells[HALF + m], level)
-    return index, level
-
-
-@triton.jit
-def two_codes(word, index, BITS: tl.constexpr):
-    """The codes of two coordinates, one in the lowest bits of either half; of 4 bits, a magnitude and a sign."""
-    HALF: tl.constexpr = 2 ** (BITS - 1)
+    even = permute_bytes(words[0], words[2], 0xFDB9)  # each half's sign in all bits of a byte
+    odd = permute_bytes(words[1], words[3], 0xFDB9)
     if BITS == 4:
-        return (index & 0x00070007) | ((word >> 12) & 0x00080008)
+        return indices | (even & 0x08080808) | (odd & ~0x7F7F7F7F)
     else:
-        below_zero = ((word >> 15) & 0x00010001) * (2 * HALF - 1)
-        return (index & ((HALF - 1) * 0x10001)) ^ (HALF * 0x10001) ^ below_zero
+        ALL: tl.constexpr = (2**BITS - 1) * 0x01010101
+        return indices ^ ((even & ALL) | (odd & (ALL << 4))) ^ ((1 << (BITS - 1)) * 0x11111111)
 
 
 @triton.jit
-def value_runs(words):
-    """The runs of a chunk from its words [32, 4] of four codes a half, one for each i: runs as a value's lane packs them.
+def value_runs(codes):
+    """The runs of a chunk from the codes of four tokens r (`signed_codes`): runs as a value's lane packs them.
 
-    A half has the codes of tokens r = 2h + a in nibbles 2a + h, for columns 2t and 2t + 1. Transposed, the lane of a
-    column has those of tokens 8r + 2t + b, with b the half.
+    Transposed, the lane of a column has the bytes of tokens 8r + 2t in the low half of a word and of 8r + 2t + 1 in the high.
     """
-    own = split_last4(words)
-    columns = [transpose(own[0]), transpose(own[1]), transpose(own[2]), transpose(own[3])]
     runs = []
     for p in tl.static_range(2):
         for h in tl.static_range(2):
-            x = (columns[2 * p] >> (4 * h)) & 0x0F0F0F0F
-            y = (columns[2 * p + 1] >> (4 * h)) & 0x0F0F0F0F
-            runs = runs + [permute_bytes(x | (x >> 12), y | (y >> 12), 0x5410)]
+            x = transpose(permute_bytes(codes[2 * h], codes[2 * h + 1], 0x7362 if p else 0x5140))
+            first = x & 0x0F0F0F0F
+            second = (x >> 4) & 0x0F0F0F0F
+            runs = runs + [permute_bytes(first | (first >> 12), second | (second >> 12), 0x5410)]
     return runs
 
 
@@ -329,17 +359,17 @@ def store_chunk_words(p_codes, c, words, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def quantize_chunk(words, cells, sums, BITS: tl.constexpr):
-    """Codes of a token's words [32, 4] of a chunk, and `sums` with what they add.
+def quantize_chunk(words, boundaries, level_bytes, sums, BITS: tl.constexpr):
+    """Codes of a token's four words of a chunk (`signed_codes`), and `sums` with what they add.
 
     Row g of the products is a token's coordinates by the levels of all eight tokens, row 8 + g its levels by theirs.
     """
-    index, level = quantize(words, cells, 2 ** (BITS - 1))
-    x = split_last4(words & 0x7FFF7FFF)
-    y = split_last4(level)
+    x = [words[0] & 0x7FFF7FFF, words[1] & 0x7FFF7FFF, words[2] & 0x7FFF7FFF, words[3] & 0x7FFF7FFF]
+    indices = magnitude_indices(x, boundaries)
+    y = magnitude_levels(indices, level_bytes)
     sums = multiply_fp16([x[0], y[0], x[1], y[1]], [y[0], y[1]], sums)
     sums = multiply_fp16([x[2], y[2], x[3], y[3]], [y[2], y[3]], sums)
-    return two_codes(words, index, BITS), sums
+    return signed_codes(indices, words, BITS), sums
 
 
 @triton.jit
@@ -374,26 +404,27 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
     OWN: tl.constexpr = 4 * CHUNKS
-    cells = []
-    for i in tl.static_range(2**BITS):
-        cells = cells + [tl.load(p_cells + i)]
-    nibble = 4 * tl.arange(0, 4)[None, :]
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    boundaries = []
+    for i in tl.static_range(HALF - 1):
+        boundaries = boundaries + [tl.load(p_cells + i)]
+    level_bytes = []
+    for i in tl.static_range(2 * max(HALF // 4, 1)):
+        level_bytes = level_bytes + [tl.load(p_cells + (HALF - 1 + i))]
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
         fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
-        x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments)
-        x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments)
-        codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS)
-        codes1, sums1 = quantize_chunk(x1, cells, sums[4:8], BITS)
-        codes2, sums2 = quantize_chunk(x2, cells, sums[8:12], BITS)
-        codes3, sums3 = quantize_chunk(x3, cells, sums[12:], BITS)
+        x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
+        x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
+        codes0, sums0 = quantize_chunk(x0, boundaries, level_bytes, sums[:4], BITS)
+        codes1, sums1 = quantize_chunk(x1, boundaries, level_bytes, sums[4:8], BITS)
+        codes2, sums2 = quantize_chunk(x2, boundaries, level_bytes, sums[8:12], BITS)
+        codes3, sums3 = quantize_chunk(x3, boundaries, level_bytes, sums[12:], BITS)
         sums = sums0 + sums1 + sums2 + sums3
-        if KEYS:
-            runs = [tl.sum(codes0 << nibble, 1), tl.sum(codes1 << nibble, 1), tl.sum(codes2 << nibble, 1),
-                    tl.sum(codes3 << nibble, 1)]  # fmt: skip
-        else:
-            runs = value_runs(codes0 | (codes1 << 8) | (codes2 << 4) | (codes3 << 12))
+        runs = [codes0, codes1, codes2, codes3]
+        if not KEYS:
+            runs = value_runs(runs)
         store_chunk_words(p_codes, c, run_words(runs, BITS), CHUNKS)
     saturated = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
