@@ -119,14 +119,14 @@ def piece_dims(m: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(first, p_first, p_second, real, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
     """The pieces [32, 8] of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
     pieces = []
     for m in tl.static_range(PIECES):
         d = piece_dims(m)
         p = tl.where(first[:, None], p_first[:, None] + d, p_second[:, None] + d)
         mask = real[:, None] if DIM % 32 == 0 else real[:, None] & (d < DIM)
-        pieces = pieces + [tl.load(p, mask=mask, other=0.0)]
+        pieces = pieces + [tl.load(p, mask=mask, other=0.0, eviction_policy=eviction)]
     return pieces
 
 
@@ -266,8 +266,8 @@ def count_boundaries(magnitude, boundaries):
 
 @triton.jit
 def magnitude_indices(magnitudes, boundaries):
-    """The Lloyd-Max cells of four words of magnitudes, in nibbles: the low halves of words 0 and 1, their high halves, and the
-    same of words 2 and 3. Magnitudes on a boundary go to the larger cell."""
+    """The Lloyd-Max cells of four words of magnitudes, in nibbles: those of the low halves of words 0 and 1, of their high
+    halves, then the same of words 2 and 3. Magnitudes on a boundary go to the larger cell."""
     counts = []
     for i in tl.static_range(4):
         counts = counts + [count_boundaries(magnitudes[i], boundaries)]
@@ -280,7 +280,10 @@ def magnitude_indices(magnitudes, boundaries):
 
 @triton.jit
 def magnitude_levels(indices, level_bytes):
-    """The levels of `magnitude_indices` as four words of fp16, from words of the levels' low bytes and as many of the high."""
+    """The levels of `magnitude_indices` as four words of fp16.
+
+    level_bytes: the low bytes of all levels, then the high bytes, in words.
+    """
     WORDS: tl.constexpr = len(level_bytes) // 2
     words = []
     for i in tl.static_range(2):
@@ -295,8 +298,8 @@ def magnitude_levels(indices, level_bytes):
 def signed_codes(indices, words, BITS: tl.constexpr):
     """The codes in nibbles, from the indices of words' magnitudes and the words' signs; of 4 bits, a magnitude and a sign.
 
-    The order is that of `magnitude_indices`. With the words of a key (`chunk_words`) these are its runs. Those of a value have
-    in byte 2p + b the codes e = 0, 1 of dimension i = 2p + e.
+    The order is that of `magnitude_indices`. With the words of a key (`chunk_words`) these are its runs. Those of a value
+    have in byte 2p + b the codes e = 0, 1 of dimension i = 2p + e.
     """
     even = permute_bytes(words[0], words[2], 0xFDB9)  # each half's sign in all bits of a byte
     odd = permute_bytes(words[1], words[3], 0xFDB9)
@@ -311,7 +314,7 @@ def signed_codes(indices, words, BITS: tl.constexpr):
 def value_runs(codes):
     """The runs of a chunk from the codes of four tokens r (`signed_codes`): runs as a value's lane packs them.
 
-    Transposed, the lane of a column has the bytes of tokens 8r + 2t in the low half of a word and of 8r + 2t + 1 in the high.
+    Transposed, the lane of a column has bytes of tokens 8r + 2t in a word's low half and of 8r + 2t + 1 in the high one.
     """
     runs = []
     for p in tl.static_range(2):

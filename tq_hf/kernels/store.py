@@ -57,7 +57,7 @@ def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.const
 
 
 @triton.jit
-def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
     """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
     there is one, and that have a bit set; zeros for others. And which these are.
 
@@ -70,32 +70,9 @@ def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl
         real = (start + token >= first) & ((bits >> token) & 1 != 0)
         if p_keep is not None:
             real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
-        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, DIM, PIECES)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES)
         loaded = loaded + [real]
     return vectors, loaded
-
-
-@triton.jit
-def page_sum(start, first, source, p_keep, only_finite, DIM: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """The sum of a page's keys over the page size, and the number of keys in it: those that the mask keeps, or all. Unless
-    `only_finite`, a key that is not spoils the sum."""
-    total = [tl.zeros([32, 8], tl.float32)] * PIECES
-    count = tl.zeros([32], tl.int32)
-    token = tl.arange(0, 32)
-    for i in range(GROUPS):
-        tile = start + 32 * i
-        bits = -1
-        if only_finite:
-            _, _, finite = survey(token_rows(tile, token, *source, DIM), tile + token >= first, DIM, 32 * PIECES)
-            bits = token_bits(finite)
-        keys, counted = load_group(tile, first, source, p_keep, bits, DIM, PIECES)
-        total = add_tokens(total, keys, 1.0 / (32 * GROUPS))  # divided first, so that no sum of finite keys overflows
-        for r in tl.static_range(4):
-            count += counted[r].to(tl.int32)
-    sums = []
-    for m in tl.static_range(PIECES):
-        sums = sums + [over_tokens(total[m])]
-    return sums, tl.sum(count, 0) // 4
 
 
 @triton.jit
@@ -242,20 +219,39 @@ def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.conste
 
 
 @triton.jit
-def page_mean(start, first, source, p_keep, L: tl.constexpr):
-    """The mean of a page's keys as its header has it, in pieces, fp32."""
+def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.constexpr):
+    """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or all.
+    Unless `only_finite`, a key that is not spoils the sum."""
     PIECES: tl.constexpr = L.key_padded // 32
     total = [tl.zeros([32, 8], tl.float32)] * PIECES
-    count = 0
-    spoilt = True
-    for attempt in range(2):  # again without keys that are not finite, if there are any
-        if spoilt:
-            total, count = page_sum(start, first, source, p_keep, attempt != 0, L.key_dim, PIECES, L.groups)
-            spoilt = not_finite(total)
-    mean = []
+    count = tl.zeros([32], tl.int32)
+    token = tl.arange(0, 32)
+    for i in range(L.groups):
+        tile = start + 32 * i
+        bits = -1
+        if only_finite:
+            rows = token_rows(tile, token, *source, L.key_dim)
+            bits = token_bits(survey(rows, tile + token >= first, L.key_dim, L.key_padded)[2])
+        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES)
+        total = add_tokens(total, keys, 1.0 / (32 * L.groups))  # divided first: no sum of finite keys overflows
+        for r in tl.static_range(4):
+            count += counted[r].to(tl.int32)
+    sums = []
     for m in tl.static_range(PIECES):
-        x = saturate(total[m] * (32 * L.groups / tl.maximum(count, 1)))
-        mean = mean + [x.to(tl.float16).to(tl.float32)]
+        sums = sums + [over_tokens(total[m])]
+    return sums, tl.sum(count, 0) // 4
+
+
+@triton.jit
+def page_mean(start, first, source, p_keep, L: tl.constexpr):
+    """The mean of a page's keys as its header has it, in pieces, fp32."""
+    total, count = page_sum(start, first, source, p_keep, False, L)
+    if not_finite(total):
+        total, count = page_sum(start, first, source, p_keep, True, L)
+    share = 32 * L.groups / tl.maximum(count, 1)
+    mean = []
+    for m in tl.static_range(L.key_padded // 32):
+        mean = mean + [saturate(total[m] * share).to(tl.float16).to(tl.float32)]
     return mean
 
 
@@ -277,12 +273,12 @@ def page_factors(p_factors, L: tl.constexpr):
 
 
 @triton.jit
-def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata, p_fragments, p_cells, L: tl.constexpr,
-                 KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
-    """Encodes the group of vectors at `rows`, which are from start on, less the mean and times the factors unless these are
-    None.
+def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata, p_fragments, p_cells,
+                 L: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+    """Encodes the group of vectors from start on, less the mean and times the factors unless these are None.
 
-    Other arguments: as `load_group` has them, and `encode`.
+    Args:
+        rows: where they are, of `token_rows`.
 
     Returns:
         As `pack_plain`.
@@ -291,7 +287,7 @@ def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata,
     PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
     BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
     FIELD: tl.constexpr = 0 if KEYS or L.key_format != "lloyd_max" else 1
-    vectors, real = load_group(start, first, source, None, -1, DIM, PADDED // 32)
+    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32)
     words, norms, overflow = operand_words(vectors, real, mean, factors)
     lost = 0
     if overflow:  # as vectors are not finite, or only as they are large
@@ -350,8 +346,8 @@ def pack_pages(
             factors = None
             if p_balance is not None:
                 factors = page_factors(p_balance + (i_b * heads + i_h) * L.key_dim, L)
-            lost, saturated = pack_rotated(rows, tile, first, keys, mean, factors, p_codes, p_metadata, p_key_fragments,
-                                           p_key_cells, L, True, FITTED)  # fmt: skip
+            lost, saturated = pack_rotated(rows, tile, first, keys, mean, factors, p_codes, p_metadata,
+                                           p_key_fragments, p_key_cells, L, True, FITTED)  # fmt: skip
         else:
             lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, True)
     else:
