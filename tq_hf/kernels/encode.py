@@ -8,7 +8,9 @@ each, a *piece* for every m. The two tops of a piece make a word of the left ope
 are named (`rotation_fragments`) so that a lane gets what it packs: for each chunk c, the dimensions t * D/4 + 8c + 4b + i of
 a key. Those of a value are n * D/8 + 4c + i in columns n = 2t + b; their codes change lanes once they are four bits long.
 
-A word is a register of two fp16; those of rotated coordinates belong to b = 0 and 1.
+A word is a register of two fp16. A rotated coordinate's sign goes apart; its magnitude's cell is found by counting the
+boundaries that it reaches. Those of eight coordinates become the nibbles of a register, and with these as selectors byte
+permutes look up the levels.
 """
 
 from __future__ import annotations
@@ -38,9 +40,8 @@ from .warp import (
 FP16_MAX = tl.constexpr(65504.0)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Vectors are scaled to coordinates of this standard deviation: the lowest boundary is above a quarter of it, where fp16 are
-# half apart, and no coordinate exceeds 16 times as much. Times 2**-11.5 more than a power of two: that moves the boundaries
-# of an int8 grid, which fp16 would represent, to about half way between two fp16, and so does rounding to fp16 no coordinate
-# across them.
+# half apart, and no coordinate exceeds 16 times as much. A power of two and a bit: it puts the boundaries of an int8 grid,
+# which would be fp16 themselves, about half way between two, where hardly a coordinate changes sides as it is rounded.
 UNIT = tl.constexpr(2048 * (1 + 2**-11.5))
 TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
 ONES = tl.constexpr(0x3C003C00)
@@ -73,11 +74,14 @@ def rotation_fragments(dim_padded: int, keys: bool, device: torch.device) -> Ten
 
 @lru_cache(maxsize=None)
 def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as the constants of `magnitude_indices` and `magnitude_levels`.
+    """The non-negative half of a codebook as the constants of `magnitude_indices` and the table of its levels (`look_up`).
+
+    A boundary (but zero) is the fp16 below it, times -2: a multiply-add that saturates to 0..1 then tells whether twice a
+    value reaches it.
 
     Returns:
-        int32: for each boundary but zero the fp16 below it, times -2, twice in a word: a multiply-add that saturates to 0..1
-        tells whether twice a value reaches the boundary. Then the levels, fp16: their low bytes, and their high bytes.
+        int32: a word for each boundary, which has it twice; of 16 levels' seven boundaries only for every other one, then a
+        table of the rest. Last the table of the levels.
     """
     half = 2 ** (bits - 1)
     edges = boundaries(bits, dim, codebook)[half:].double() * UNIT.value
@@ -85,10 +89,15 @@ def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) ->
     edges = (edges + edges.log2().floor().exp2() / 2048).half()
     below = (edges.view(torch.int16) - 1).view(torch.float16) * -2
     words = (below.view(torch.int16).int() & 0xFFFF) * 0x10001
-    positive = levels(bits, dim, codebook)[half:].half()
-    level_bytes = torch.zeros(2, max(half, 4), dtype=torch.uint8, device="cpu")
-    level_bytes[:, :half] = positive.view(torch.uint8).view(half, 2).mT
-    return torch.cat([words, level_bytes.view(torch.int32).flatten()]).to(device)
+    parts = [words[1::2], _table(below[::2])] if bits == 4 else [words]
+    return torch.cat([*parts, _table(levels(bits, dim, codebook)[half:].half())]).to(device)
+
+
+def _table(numbers: Tensor) -> Tensor:
+    """Up to eight fp16 as `look_up` takes them: int32 words of all low bytes, then of all high bytes."""
+    entries = torch.zeros(2, -(-len(numbers) // 4) * 4, dtype=torch.uint8, device="cpu")
+    entries[:, : len(numbers)] = numbers.contiguous().view(torch.uint8).view(-1, 2).mT
+    return entries.view(torch.int32).flatten()
 
 
 @triton.jit
@@ -265,12 +274,9 @@ def count_boundaries(magnitude, boundaries):
 
 
 @triton.jit
-def magnitude_indices(magnitudes, boundaries):
-    """The Lloyd-Max cells of four words of magnitudes, in nibbles: those of the low halves of words 0 and 1, of their high
-    halves, then the same of words 2 and 3. Magnitudes on a boundary go to the larger cell."""
-    counts = []
-    for i in tl.static_range(4):
-        counts = counts + [count_boundaries(magnitudes[i], boundaries)]
+def nibbles(counts):
+    """Four words of two fp16 integers below 8 as nibbles: those of the low halves of words 0 and 1, of their high halves,
+    then the same of words 2 and 3."""
     pairs = []
     for i in tl.static_range(2):
         pair = multiply_add_halves(counts[2 * i + 1], SIXTEENS, COUNTER)
@@ -279,35 +285,58 @@ def magnitude_indices(magnitudes, boundaries):
 
 
 @triton.jit
-def magnitude_levels(indices, level_bytes):
-    """The levels of `magnitude_indices` as four words of fp16.
-
-    level_bytes: the low bytes of all levels, then the high bytes, in words.
-    """
-    WORDS: tl.constexpr = len(level_bytes) // 2
+def look_up(indices, table):
+    """The fp16 that `nibbles` name, as four words in their order; `table` has words of low bytes, then as many of high."""
+    WORDS: tl.constexpr = len(table) // 2
     words = []
     for i in tl.static_range(2):
         selector = indices >> (16 * i)
-        low = permute_bytes(level_bytes[0], level_bytes[WORDS - 1], selector)
-        high = permute_bytes(level_bytes[WORDS], level_bytes[2 * WORDS - 1], selector)
+        low = permute_bytes(table[0], table[WORDS - 1], selector)
+        high = permute_bytes(table[WORDS], table[2 * WORDS - 1], selector)
         words = words + [permute_bytes(low, high, 0x6240), permute_bytes(low, high, 0x7351)]
     return words
 
 
 @triton.jit
-def signed_codes(indices, words, BITS: tl.constexpr):
-    """The codes in nibbles, from the indices of words' magnitudes and the words' signs; of 4 bits, a magnitude and a sign.
+def magnitude_indices(magnitudes, cells, BITS: tl.constexpr):
+    """The Lloyd-Max cells of four words of magnitudes, as `nibbles`. Magnitudes on a boundary go to the larger cell.
 
-    The order is that of `magnitude_indices`. With the words of a key (`chunk_words`) these are its runs. Those of a value
-    have in byte 2p + b the codes e = 0, 1 of dimension i = 2p + e.
+    Of eight cells, three boundaries tell which pair it is, and the one inside the pair which of the two.
     """
-    even = permute_bytes(words[0], words[2], 0xFDB9)  # each half's sign in all bits of a byte
-    odd = permute_bytes(words[1], words[3], 0xFDB9)
-    if BITS == 4:
-        return indices | (even & 0x08080808) | (odd & ~0x7F7F7F7F)
+    COUNTED: tl.constexpr = 3 if BITS > 2 else 1
+    counts = []
+    for i in tl.static_range(4):
+        counts = counts + [count_boundaries(magnitudes[i], cells[:COUNTED])]
+    if BITS < 4:
+        return nibbles(counts)
     else:
-        ALL: tl.constexpr = (2**BITS - 1) * 0x01010101
-        return indices ^ ((even & ALL) | (odd & (ALL << 4))) ^ ((1 << (BITS - 1)) * 0x11111111)
+        inside = look_up(nibbles(counts), cells[3:5])
+        finer = []
+        for i in tl.static_range(4):
+            reached = saturated_multiply_add_halves(magnitudes[i], TWICE, inside[i])
+            finer = finer + [multiply_add_halves(counts[i], TWICE, reached)]
+        return nibbles(finer)
+
+
+@triton.jit
+def signed_codes(indices, words, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """The codes of four words, from the nibbles of their magnitudes' cells and the words' signs.
+
+    Those of a key (`chunk_words`) are one of its runs, of 4 bits as it is stored. Those of a value are nibbles as well, of 4
+    bits a magnitude and a sign; byte 2p + b has those of dimensions i = 2p + e, e = 0, 1.
+    """
+    if BITS == 4 and KEYS:
+        first = permute_bytes(words[0], words[1], 0xFBD9)  # each half's sign in all bits of a byte
+        second = permute_bytes(words[2], words[3], 0xFBD9)
+        return indices | (first & ~0x7F7F7F7F) | (second & 0x08080808)
+    else:
+        even = permute_bytes(words[0], words[2], 0xFDB9)
+        odd = permute_bytes(words[1], words[3], 0xFDB9)
+        if BITS == 4:
+            return indices | (even & 0x08080808) | (odd & ~0x7F7F7F7F)
+        else:
+            ALL: tl.constexpr = (2**BITS - 1) * 0x01010101
+            return indices ^ ((even & ALL) | (odd & (ALL << 4))) ^ ((1 << (BITS - 1)) * 0x11111111)
 
 
 @triton.jit
@@ -327,9 +356,11 @@ def value_runs(codes):
 
 
 @triton.jit
-def run_words(runs, BITS: tl.constexpr):
-    """The words (`layout.py`) of a chunk's four runs, each a word with a code in every nibble."""
-    if BITS == 4:
+def run_words(runs, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """The words (`layout.py`) of a chunk's four runs, each a word with a code in every nibble (`signed_codes`)."""
+    if BITS == 4 and KEYS:
+        return runs
+    elif BITS == 4:
         words = []
         for r in tl.static_range(4):
             low = permute_bytes(runs[r], runs[r], 0x1100)  # each byte has the sign that belongs to it, in bit 3 or 7
@@ -362,17 +393,17 @@ def store_chunk_words(p_codes, c, words, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def quantize_chunk(words, boundaries, level_bytes, sums, BITS: tl.constexpr):
+def quantize_chunk(words, cells, sums, BITS: tl.constexpr, KEYS: tl.constexpr):
     """Codes of a token's four words of a chunk (`signed_codes`), and `sums` with what they add.
 
     Row g of the products is a token's coordinates by the levels of all eight tokens, row 8 + g its levels by theirs.
     """
     x = [words[0] & 0x7FFF7FFF, words[1] & 0x7FFF7FFF, words[2] & 0x7FFF7FFF, words[3] & 0x7FFF7FFF]
-    indices = magnitude_indices(x, boundaries)
-    y = magnitude_levels(indices, level_bytes)
+    indices = magnitude_indices(x, cells, BITS)
+    y = look_up(indices, cells[5 if BITS == 4 else 2 ** (BITS - 1) - 1 :])
     sums = multiply_fp16([x[0], y[0], x[1], y[1]], [y[0], y[1]], sums)
     sums = multiply_fp16([x[2], y[2], x[3], y[3]], [y[2], y[3]], sums)
-    return signed_codes(indices, words, BITS), sums
+    return signed_codes(indices, words, BITS, KEYS), sums
 
 
 @triton.jit
@@ -407,28 +438,25 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
     OWN: tl.constexpr = 4 * CHUNKS
-    HALF: tl.constexpr = 2 ** (BITS - 1)
-    boundaries = []
-    for i in tl.static_range(HALF - 1):
-        boundaries = boundaries + [tl.load(p_cells + i)]
-    level_bytes = []
-    for i in tl.static_range(2 * max(HALF // 4, 1)):
-        level_bytes = level_bytes + [tl.load(p_cells + (HALF - 1 + i))]
+    CELLS: tl.constexpr = 9 if BITS == 4 else 2 ** (BITS - 1) + 1  # `magnitude_cells`
+    cells = []
+    for i in tl.static_range(CELLS):
+        cells = cells + [tl.load(p_cells + i)]
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
         fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
         x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
         x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
-        codes0, sums0 = quantize_chunk(x0, boundaries, level_bytes, sums[:4], BITS)
-        codes1, sums1 = quantize_chunk(x1, boundaries, level_bytes, sums[4:8], BITS)
-        codes2, sums2 = quantize_chunk(x2, boundaries, level_bytes, sums[8:12], BITS)
-        codes3, sums3 = quantize_chunk(x3, boundaries, level_bytes, sums[12:], BITS)
+        codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS, KEYS)
+        codes1, sums1 = quantize_chunk(x1, cells, sums[4:8], BITS, KEYS)
+        codes2, sums2 = quantize_chunk(x2, cells, sums[8:12], BITS, KEYS)
+        codes3, sums3 = quantize_chunk(x3, cells, sums[12:], BITS, KEYS)
         sums = sums0 + sums1 + sums2 + sums3
         runs = [codes0, codes1, codes2, codes3]
         if not KEYS:
             runs = value_runs(runs)
-        store_chunk_words(p_codes, c, run_words(runs, BITS), CHUNKS)
+        store_chunk_words(p_codes, c, run_words(runs, BITS, KEYS), CHUNKS)
     saturated = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
         p_scale = p_metadata + metadata_offset(8 * r + tl.arange(0, 32) // 4, FIELD, FIELDS)

@@ -220,8 +220,8 @@ def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.conste
 
 @triton.jit
 def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.constexpr):
-    """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or all.
-    Unless `only_finite`, a key that is not spoils the sum."""
+    """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or
+    all. Unless `only_finite`, a key that is not spoils the sum."""
     PIECES: tl.constexpr = L.key_padded // 32
     total = [tl.zeros([32, 8], tl.float32)] * PIECES
     count = tl.zeros([32], tl.int32)
