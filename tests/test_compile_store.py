@@ -24,14 +24,17 @@ Launch = tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, dtype: torch.dtype, max_due: int
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype, max_due: int
 ) -> dict[str, Launch]:
-    """Kernel, options, arguments and constants of each launch of one `commit`, by the kernel's name."""
+    """Kernel, options, arguments and constants of each launch of one `commit`, by the kernel's name.
+
+    dims: of keys and of values.
+    """
     commit_module, store, append = (
         importlib.import_module(f"tq_hf.kernels.{name}") for name in ("commit", "store", "append")
     )
     config = TurboQuantConfig.from_preset(preset)
-    layout = config.layout(dim, dim, dtype)
+    layout = config.layout(*dims, dtype)
     found: dict[str, Launch] = {}
 
     def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
@@ -50,13 +53,11 @@ def launches(
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32)
 
-    new = torch.empty(batch, 200, heads, dim, dtype=dtype).transpose(1, 2)
-    exact = [
-        torch.empty(batch, heads, n, dim, dtype=dtype) for n in (slots, slots, config.sink_tokens, config.sink_tokens)
-    ]
-    balance = torch.empty(batch, heads, dim) if config.balance_keys else None
+    new = [torch.empty(batch, 200, heads, dim, dtype=dtype).transpose(1, 2) for dim in dims]
+    exact = [torch.empty(batch, heads, n, dim, dtype=dtype) for n in (slots, config.sink_tokens) for dim in dims]
+    balance = torch.empty(batch, heads, dims[0]) if config.balance_keys else None
     commit_module.commit(
-        new, new, numbers(9, heads, layout.page_words), *exact, numbers(batch, 4), numbers(4, 2), numbers(batch), numbers(3),
+        *new, numbers(9, heads, layout.page_words), *exact, numbers(batch, 4), numbers(4, 2), numbers(batch), numbers(3),
         balance, numbers(heads), None, layout.name, config.recent_window, max_due,
     )  # fmt: skip
     return found
@@ -98,21 +99,24 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
 
 # Triton 3.9 leaves more on the stack than 3.6: 104, 280 and 336 bytes of the first, third and last of these.
 @pytest.mark.parametrize(
-    ("architecture", "preset", "dim", "dtype", "most_registers", "most_stack"),
+    ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
     [
-        (90, "tq4", 128, torch.bfloat16, 144, 128),
-        (90, "tq3", 96, torch.float32, 144, 128),
-        (80, "tq2", 128, torch.bfloat16, 144, 320),
-        (90, "4bit_nc", 128, torch.bfloat16, 144, 64),
-        (90, "tq4", 256, torch.float16, 255, 384),
+        (90, "tq4", (128, 128), torch.bfloat16, 144, 128),
+        (90, "tq3", (96, 96), torch.float32, 144, 128),
+        (80, "tq2", (128, 128), torch.bfloat16, 144, 320),
+        (90, "4bit_nc", (128, 128), torch.bfloat16, 144, 64),
+        (90, "tq4", (256, 256), torch.float16, 255, 384),
+        (90, "tq4", (192, 128), torch.bfloat16, 255, 256),
+        (90, "tq3", (64, 128), torch.bfloat16, 144, 128),
+        (90, "tq2", (256, 64), torch.float16, 255, 704),
     ],
     ids=str,
 )
 def test_packing_stays_in_registers(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dim: int, dtype: torch.dtype, most_registers: int,
-    most_stack: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype,
+    most_registers: int, most_stack: int, tmp_path: Path,
 ) -> None:  # fmt: skip
-    kernel = compiled(launches(monkeypatch, architecture, preset, dim, dtype, 3)["pack_pages"], architecture)
+    kernel = compiled(launches(monkeypatch, architecture, preset, dims, dtype, 3)["pack_pages"], architecture)
     registers, stack = resources(kernel, tmp_path)
     assert registers <= most_registers and stack <= most_stack
     assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
@@ -125,7 +129,7 @@ def test_packing_stays_in_registers(
 def test_the_steps_of_a_commit(
     monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tmp_path: Path
 ) -> None:
-    found = launches(monkeypatch, architecture, "tq4", 128, torch.bfloat16, max_due)
+    found = launches(monkeypatch, architecture, "tq4", (128, 128), torch.bfloat16, max_due)
     steps = ["pack_pages"] * max_due + ["append_tokens", "advance_counters"]
     assert list(found) == steps
     # Each but the first may start early, where GPUs can do that, and only there; and waits for the one ahead.

@@ -17,9 +17,12 @@ pytest.importorskip("triton")
 
 from tests.presets import KERNEL_PRESETS
 from tq_hf import reference
+from tq_hf.codebooks import boundaries
 from tq_hf.config import TurboQuantConfig
 from tq_hf.kernels.commit import commit, gather
+from tq_hf.kernels.encode import UNIT, magnitude_cells
 from tq_hf.layout import PageLayout, RunOrder
+from tq_hf.reference.codec import decode_page
 from tq_hf.reference.packing import unpack_codes, unpack_metadata
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -244,7 +247,8 @@ def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
         difference[expected_scale == 0] = 0  # codes of a zero vector mean nothing
         share = (difference != 0).float().mean().item()
         count = difference.numel()
-        # Vectors are rounded to fp16 before and after the rotation, which moves coordinates by 2e-4 of their deviation.
+        # Vectors are rounded to fp16 before the rotation, which moves coordinates by 2e-4 of their deviation, and after it,
+        # which moves 16 levels' boundaries by as much: between 1e-4 (four int8_grid levels) and 9e-4 (16 of others).
         allowed = 1e-3 + 4 * (1e-3 / count) ** 0.5 + 2 / count  # with the noise of a small sample
         assert difference.max() <= 1 and share <= allowed, f"{side} codes differ: {share:.2e}, allowed {allowed:.2e}"
         same = (difference == 0).all(-1)
@@ -290,6 +294,41 @@ def test_interpreted_padding(masked: bool) -> None:
 def test_matches_reference(case: Case) -> None:
     for chunks in ((1,), (31,), (32, 1), (33, 63), (65, 1, 1), (127, 1, 200), (1000,)):
         check(case, "cuda", chunks, [0, min(9, sum(chunks))])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("codebook", "steps"), [("int8_grid", 0.21), ("gaussian", 0.51), ("beta", 0.51)])
+def test_boundaries_stand_where_rounded_coordinates_cross_them(bits: int, codebook: str, steps: float) -> None:
+    """To the given share of the steps between fp16: a coordinate reaches a number once it is half a step below it."""
+    cells = magnitude_cells(bits, 64, codebook, torch.device("cpu"))
+    exact = boundaries(bits, 64, codebook)[2 ** (bits - 1) :].double() * UNIT.value
+    counted = cells[: 3 if bits == 4 else len(exact)].view(torch.float16)[::2]
+    if bits == 4:  # every other one is in a table of low bytes, then of high bytes
+        inside = cells[3:5].view(torch.uint8).view(2, 4).mT.contiguous().view(torch.float16).squeeze(-1)
+        counted = torch.stack([inside, torch.cat([counted, inside[:1]])], 1).flatten()[:7]
+    below = (counted / -2).double()
+    step = 2.0 ** (below.log2().floor() - 10)
+    assert (below.half() == below).all()
+    assert ((below + step / 2 - exact).abs() <= steps * step).all()
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize("name", ["tq4", "tq3", "tq2"])
+def test_rounding_adds_no_error(name: str, device: str) -> None:
+    """Coordinates next to a boundary may get either code: the vectors come back as well as the reference's."""
+    case = preset(name, 64, FP16, page_size=32, recent_window=0, sink_tokens=0, balance_keys=False)
+    generator = torch.Generator().manual_seed(0)
+    expected = fresh_state(case, 64, [0, 0], generator)
+    got = expected.to(device)
+    key, value = random_tokens(case, 64, generator)
+    commit_chunks(reference.commit, expected, case, key, value, (64,), None)
+    commit_chunks(commit, got, case, key.to(device), value.to(device), (64,), None)
+    errors = []
+    for pool in (got.pool.cpu(), expected.pool):
+        pages = decode_page(pool[expected.page_ids[:, :2].long()], case.layout, case.dtype)  # [B, 2, H, 32, dim]
+        vectors = [side.transpose(1, 2).flatten(2, 3) for side in pages]
+        errors.append([(side - exact).square().sum().item() for side, exact in zip(vectors, (key, value), strict=True)])
+    assert all(mine <= 1.001 * theirs for mine, theirs in zip(*errors, strict=True)), errors
 
 
 @gpu

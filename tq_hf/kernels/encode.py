@@ -8,7 +8,9 @@ each, a *piece* for every m. The two tops of a piece make a word of the left ope
 are named (`rotation_fragments`) so that a lane gets what it packs: for each chunk c, the dimensions t * D/4 + 8c + 4b + i of
 a key. Those of a value are n * D/8 + 4c + i in columns n = 2t + b; their codes change lanes once they are four bits long.
 
-A word is a register of two fp16; those of rotated coordinates belong to b = 0 and 1.
+A word is a register of two fp16. A rotated coordinate's sign goes apart; its magnitude's cell is found by counting the
+boundaries that it reaches. Those of eight coordinates become the nibbles of a register, and with these as selectors byte
+permutes look up the levels.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from .warp import (
 FP16_MAX = tl.constexpr(65504.0)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Vectors are scaled to coordinates of this standard deviation: the lowest boundary is above a quarter of it, where fp16 are
-# half apart, and no coordinate exceeds 16 times as much.
-UNIT = tl.constexpr(2048.0)
+# half apart, and no coordinate exceeds 16 times as much. A power of two and a bit: it puts the boundaries of an int8 grid,
+# which would be fp16 themselves, about half way between two, where hardly a coordinate changes sides as it is rounded.
+UNIT = tl.constexpr(2048 * (1 + 2**-11.5))
 TWICE = tl.constexpr(0x40004000)  # 2.0, both halves
 ONES = tl.constexpr(0x3C003C00)
+SIXTEENS = tl.constexpr(0x4C004C00)
 COUNTER = tl.constexpr(0x64006400)  # 1024.0: the bits of an integer added to it are the lowest
 
 
@@ -70,21 +74,30 @@ def rotation_fragments(dim_padded: int, keys: bool, device: torch.device) -> Ten
 
 @lru_cache(maxsize=None)
 def magnitude_cells(bits: int, dim: int, codebook: str, device: torch.device) -> Tensor:
-    """The non-negative half of a codebook as the constants of `quantize`.
+    """The non-negative half of a codebook as the constants of `magnitude_indices` and the table of its levels (`look_up`).
+
+    A boundary (but zero) is the fp16 below it, times -2: a multiply-add that saturates to 0..1 then tells whether twice a
+    value reaches it.
 
     Returns:
-        int32 [2, 2**(bits - 1)], words with the same fp16 twice. Row 0: the number below the lower boundary of magnitude m,
-        times -2, so that a multiply-add that saturates to 0..1 tells whether twice a value reaches the boundary. Row 1: the
-        lowest level, then what passing the boundary adds to it.
+        int32: a word for each boundary, which has it twice; of 16 levels' seven boundaries only for every other one, then a
+        table of the rest. Last the table of the levels.
     """
     half = 2 ** (bits - 1)
-    lower = (boundaries(bits, dim, codebook)[half - 1 :] * UNIT.value).half()
-    below = (lower.view(torch.int16) - 1).view(torch.float16) * -2
-    below[0] = 0
-    positive = levels(bits, dim, codebook)[half:]
-    steps = positive.diff(prepend=positive.new_zeros(1)).half()
-    words = torch.stack([below, steps]).view(torch.int16).int() & 0xFFFF
-    return (words * 0x10001).to(device)
+    edges = boundaries(bits, dim, codebook)[half:].double() * UNIT.value
+    # What is compared has been rounded to fp16, up to half a step: the fp16 from half a step below which is the boundary.
+    edges = (edges + edges.log2().floor().exp2() / 2048).half()
+    below = (edges.view(torch.int16) - 1).view(torch.float16) * -2
+    words = (below.view(torch.int16).int() & 0xFFFF) * 0x10001
+    parts = [words[1::2], _table(below[::2])] if bits == 4 else [words]
+    return torch.cat([*parts, _table(levels(bits, dim, codebook)[half:].half())]).to(device)
+
+
+def _table(numbers: Tensor) -> Tensor:
+    """Up to eight fp16 as `look_up` takes them: int32 words of all low bytes, then of all high bytes."""
+    entries = torch.zeros(2, -(-len(numbers) // 4) * 4, dtype=torch.uint8, device="cpu")
+    entries[:, : len(numbers)] = numbers.contiguous().view(torch.uint8).view(-1, 2).mT
+    return entries.view(torch.int32).flatten()
 
 
 @triton.jit
@@ -115,14 +128,14 @@ def piece_dims(m: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(first, p_first, p_second, real, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
     """The pieces [32, 8] of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
     pieces = []
     for m in tl.static_range(PIECES):
         d = piece_dims(m)
         p = tl.where(first[:, None], p_first[:, None] + d, p_second[:, None] + d)
         mask = real[:, None] if DIM % 32 == 0 else real[:, None] & (d < DIM)
-        pieces = pieces + [tl.load(p, mask=mask, other=0.0)]
+        pieces = pieces + [tl.load(p, mask=mask, other=0.0, eviction_policy=eviction)]
     return pieces
 
 
@@ -226,8 +239,17 @@ def rotate_tops(first, second, fragments, i: tl.constexpr):
 
 
 @triton.jit
-def rotate_chunk(first, second, fragments):
-    """A chunk of two rotated tokens from their words: [32, 4] each, a word for each i."""
+def chunk_words(y, KEYS: tl.constexpr):
+    """A token's rotated coordinates of a chunk, i = 0..3 for b = 0 and for b = 1, as words (`signed_codes`)."""
+    if KEYS:
+        return [pack_halves(y[0], y[2]), pack_halves(y[1], y[3]), pack_halves(y[4], y[6]), pack_halves(y[5], y[7])]
+    else:
+        return [pack_halves(y[0], y[4]), pack_halves(y[1], y[5]), pack_halves(y[2], y[6]), pack_halves(y[3], y[7])]
+
+
+@triton.jit
+def rotate_chunk(first, second, fragments, KEYS: tl.constexpr):
+    """A chunk of two rotated tokens from their words: four words each (`chunk_words`)."""
     z0 = rotate_tops(first, second, fragments, 0)
     z1 = rotate_tops(first, second, fragments, 1)
     z2 = rotate_tops(first, second, fragments, 2)
@@ -239,60 +261,106 @@ def rotate_chunk(first, second, fragments):
         difference01 = z0[j] - z1[j]
         difference23 = z2[j] - z3[j]
         y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
-    first_token = pack_halves(join4(y[0], y[1], y[2], y[3]), join4(y[4], y[5], y[6], y[7]))
-    second_token = pack_halves(join4(y[8], y[9], y[10], y[11]), join4(y[12], y[13], y[14], y[15]))
-    return first_token, second_token
+    return chunk_words(y[:8], KEYS), chunk_words(y[8:], KEYS)
 
 
 @triton.jit
-def quantize(word, cells, HALF: tl.constexpr):
-    """The Lloyd-Max cells of words' coordinates: in the lowest bits of either half the magnitude's index, and its level.
+def count_boundaries(magnitude, boundaries):
+    """How many boundaries the halves of a word of magnitudes reach, as fp16."""
+    count = saturated_multiply_add_halves(magnitude, TWICE, boundaries[0])  # 0 or 1
+    for m in tl.static_range(1, len(boundaries)):
+        count = multiply_add_halves(saturated_multiply_add_halves(magnitude, TWICE, boundaries[m]), ONES, count)
+    return count
 
-    Coordinates on a boundary go to the larger magnitude.
+
+@triton.jit
+def nibbles(counts):
+    """Four words of two fp16 integers below 8 as nibbles: those of the low halves of words 0 and 1, of their high halves,
+    then the same of words 2 and 3."""
+    pairs = []
+    for i in tl.static_range(2):
+        pair = multiply_add_halves(counts[2 * i + 1], SIXTEENS, COUNTER)
+        pairs = pairs + [multiply_add_halves(counts[2 * i], ONES, pair)]
+    return permute_bytes(pairs[0], pairs[1], 0x6420)
+
+
+@triton.jit
+def look_up(indices, table):
+    """The fp16 that `nibbles` name, as four words in their order; `table` has words of low bytes, then as many of high."""
+    WORDS: tl.constexpr = len(table) // 2
+    words = []
+    for i in tl.static_range(2):
+        selector = indices >> (16 * i)
+        low = permute_bytes(table[0], table[WORDS - 1], selector)
+        high = permute_bytes(table[WORDS], table[2 * WORDS - 1], selector)
+        words = words + [permute_bytes(low, high, 0x6240), permute_bytes(low, high, 0x7351)]
+    return words
+
+
+@triton.jit
+def magnitude_indices(magnitudes, cells, BITS: tl.constexpr):
+    """The Lloyd-Max cells of four words of magnitudes, as `nibbles`. Magnitudes on a boundary go to the larger cell.
+
+    Of eight cells, three boundaries tell which pair it is, and the one inside the pair which of the two.
     """
-    magnitude = word & 0x7FFF7FFF
-    index = tl.full(word.shape, COUNTER, tl.int32)
-    level = cells[HALF]
-    for m in tl.static_range(1, HALF):
-        above = saturated_multiply_add_halves(magnitude, TWICE, cells[m])  # 0 or 1
-        index = multiply_add_halves(above, ONES, index)
-        level = multiply_add_halves(above, cells[HALF + m], level)
-    return index, level
-
-
-@triton.jit
-def two_codes(word, index, BITS: tl.constexpr):
-    """The codes of two coordinates, one in the lowest bits of either half; of 4 bits, a magnitude and a sign."""
-    HALF: tl.constexpr = 2 ** (BITS - 1)
-    if BITS == 4:
-        return (index & 0x00070007) | ((word >> 12) & 0x00080008)
+    COUNTED: tl.constexpr = 3 if BITS > 2 else 1
+    counts = []
+    for i in tl.static_range(4):
+        counts = counts + [count_boundaries(magnitudes[i], cells[:COUNTED])]
+    if BITS < 4:
+        return nibbles(counts)
     else:
-        below_zero = ((word >> 15) & 0x00010001) * (2 * HALF - 1)
-        return (index & ((HALF - 1) * 0x10001)) ^ (HALF * 0x10001) ^ below_zero
+        inside = look_up(nibbles(counts), cells[3:5])
+        finer = []
+        for i in tl.static_range(4):
+            reached = saturated_multiply_add_halves(magnitudes[i], TWICE, inside[i])
+            finer = finer + [multiply_add_halves(counts[i], TWICE, reached)]
+        return nibbles(finer)
 
 
 @triton.jit
-def value_runs(words):
-    """The runs of a chunk from its words [32, 4] of four codes a half, one for each i: runs as a value's lane packs them.
+def signed_codes(indices, words, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """The codes of four words, from the nibbles of their magnitudes' cells and the words' signs.
 
-    A half has the codes of tokens r = 2h + a in nibbles 2a + h, for columns 2t and 2t + 1. Transposed, the lane of a
-    column has those of tokens 8r + 2t + b, with b the half.
+    Those of a key (`chunk_words`) are one of its runs, of 4 bits as it is stored. Those of a value are nibbles as well, of 4
+    bits a magnitude and a sign; byte 2p + b has those of dimensions i = 2p + e, e = 0, 1.
     """
-    own = split_last4(words)
-    columns = [transpose(own[0]), transpose(own[1]), transpose(own[2]), transpose(own[3])]
+    if BITS == 4 and KEYS:
+        first = permute_bytes(words[0], words[1], 0xFBD9)  # each half's sign in all bits of a byte
+        second = permute_bytes(words[2], words[3], 0xFBD9)
+        return indices | (first & ~0x7F7F7F7F) | (second & 0x08080808)
+    else:
+        even = permute_bytes(words[0], words[2], 0xFDB9)
+        odd = permute_bytes(words[1], words[3], 0xFDB9)
+        if BITS == 4:
+            return indices | (even & 0x08080808) | (odd & ~0x7F7F7F7F)
+        else:
+            ALL: tl.constexpr = (2**BITS - 1) * 0x01010101
+            return indices ^ ((even & ALL) | (odd & (ALL << 4))) ^ ((1 << (BITS - 1)) * 0x11111111)
+
+
+@triton.jit
+def value_runs(codes):
+    """The runs of a chunk from the codes of four tokens r (`signed_codes`): runs as a value's lane packs them.
+
+    Transposed, the lane of a column has bytes of tokens 8r + 2t in a word's low half and of 8r + 2t + 1 in the high one.
+    """
     runs = []
     for p in tl.static_range(2):
         for h in tl.static_range(2):
-            x = (columns[2 * p] >> (4 * h)) & 0x0F0F0F0F
-            y = (columns[2 * p + 1] >> (4 * h)) & 0x0F0F0F0F
-            runs = runs + [permute_bytes(x | (x >> 12), y | (y >> 12), 0x5410)]
+            x = transpose(permute_bytes(codes[2 * h], codes[2 * h + 1], 0x7362 if p else 0x5140))
+            first = x & 0x0F0F0F0F
+            second = (x >> 4) & 0x0F0F0F0F
+            runs = runs + [permute_bytes(first | (first >> 12), second | (second >> 12), 0x5410)]
     return runs
 
 
 @triton.jit
-def run_words(runs, BITS: tl.constexpr):
-    """The words (`layout.py`) of a chunk's four runs, each a word with a code in every nibble."""
-    if BITS == 4:
+def run_words(runs, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """The words (`layout.py`) of a chunk's four runs, each a word with a code in every nibble (`signed_codes`)."""
+    if BITS == 4 and KEYS:
+        return runs
+    elif BITS == 4:
         words = []
         for r in tl.static_range(4):
             low = permute_bytes(runs[r], runs[r], 0x1100)  # each byte has the sign that belongs to it, in bit 3 or 7
@@ -325,17 +393,17 @@ def store_chunk_words(p_codes, c, words, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def quantize_chunk(words, cells, sums, BITS: tl.constexpr):
-    """Codes of a token's words [32, 4] of a chunk, and `sums` with what they add.
+def quantize_chunk(words, cells, sums, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """Codes of a token's four words of a chunk (`signed_codes`), and `sums` with what they add.
 
     Row g of the products is a token's coordinates by the levels of all eight tokens, row 8 + g its levels by theirs.
     """
-    index, level = quantize(words, cells, 2 ** (BITS - 1))
-    x = split_last4(words & 0x7FFF7FFF)
-    y = split_last4(level)
+    x = [words[0] & 0x7FFF7FFF, words[1] & 0x7FFF7FFF, words[2] & 0x7FFF7FFF, words[3] & 0x7FFF7FFF]
+    indices = magnitude_indices(x, cells, BITS)
+    y = look_up(indices, cells[5 if BITS == 4 else 2 ** (BITS - 1) - 1 :])
     sums = multiply_fp16([x[0], y[0], x[1], y[1]], [y[0], y[1]], sums)
     sums = multiply_fp16([x[2], y[2], x[3], y[3]], [y[2], y[3]], sums)
-    return two_codes(words, index, BITS), sums
+    return signed_codes(indices, words, BITS, KEYS), sums
 
 
 @triton.jit
@@ -370,27 +438,25 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
     OWN: tl.constexpr = 4 * CHUNKS
+    CELLS: tl.constexpr = 9 if BITS == 4 else 2 ** (BITS - 1) + 1  # `magnitude_cells`
     cells = []
-    for i in tl.static_range(2**BITS):
+    for i in tl.static_range(CELLS):
         cells = cells + [tl.load(p_cells + i)]
-    nibble = 4 * tl.arange(0, 4)[None, :]
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
         fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
-        x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments)
-        x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments)
-        codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS)
-        codes1, sums1 = quantize_chunk(x1, cells, sums[4:8], BITS)
-        codes2, sums2 = quantize_chunk(x2, cells, sums[8:12], BITS)
-        codes3, sums3 = quantize_chunk(x3, cells, sums[12:], BITS)
+        x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
+        x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
+        codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS, KEYS)
+        codes1, sums1 = quantize_chunk(x1, cells, sums[4:8], BITS, KEYS)
+        codes2, sums2 = quantize_chunk(x2, cells, sums[8:12], BITS, KEYS)
+        codes3, sums3 = quantize_chunk(x3, cells, sums[12:], BITS, KEYS)
         sums = sums0 + sums1 + sums2 + sums3
-        if KEYS:
-            runs = [tl.sum(codes0 << nibble, 1), tl.sum(codes1 << nibble, 1), tl.sum(codes2 << nibble, 1),
-                    tl.sum(codes3 << nibble, 1)]  # fmt: skip
-        else:
-            runs = value_runs(codes0 | (codes1 << 8) | (codes2 << 4) | (codes3 << 12))
-        store_chunk_words(p_codes, c, run_words(runs, BITS), CHUNKS)
+        runs = [codes0, codes1, codes2, codes3]
+        if not KEYS:
+            runs = value_runs(runs)
+        store_chunk_words(p_codes, c, run_words(runs, BITS, KEYS), CHUNKS)
     saturated = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
         p_scale = p_metadata + metadata_offset(8 * r + tl.arange(0, 32) // 4, FIELD, FIELDS)

@@ -57,7 +57,7 @@ def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.const
 
 
 @triton.jit
-def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
     """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
     there is one, and that have a bit set; zeros for others. And which these are.
 
@@ -70,32 +70,9 @@ def load_group(start, first, source, p_keep, bits, DIM: tl.constexpr, PIECES: tl
         real = (start + token >= first) & ((bits >> token) & 1 != 0)
         if p_keep is not None:
             real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
-        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, DIM, PIECES)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES)
         loaded = loaded + [real]
     return vectors, loaded
-
-
-@triton.jit
-def page_sum(start, first, source, p_keep, only_finite, DIM: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr):
-    """The sum of a page's keys over the page size, and the number of keys in it: those that the mask keeps, or all. Unless
-    `only_finite`, a key that is not spoils the sum."""
-    total = [tl.zeros([32, 8], tl.float32)] * PIECES
-    count = tl.zeros([32], tl.int32)
-    token = tl.arange(0, 32)
-    for i in range(GROUPS):
-        tile = start + 32 * i
-        bits = -1
-        if only_finite:
-            _, _, finite = survey(token_rows(tile, token, *source, DIM), tile + token >= first, DIM, 32 * PIECES)
-            bits = token_bits(finite)
-        keys, counted = load_group(tile, first, source, p_keep, bits, DIM, PIECES)
-        total = add_tokens(total, keys, 1.0 / (32 * GROUPS))  # divided first, so that no sum of finite keys overflows
-        for r in tl.static_range(4):
-            count += counted[r].to(tl.int32)
-    sums = []
-    for m in tl.static_range(PIECES):
-        sums = sums + [over_tokens(total[m])]
-    return sums, tl.sum(count, 0) // 4
 
 
 @triton.jit
@@ -241,6 +218,85 @@ def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.conste
     return tl.max((real & ~usable).to(tl.int32), 0), tl.max(saturated.to(tl.int32), 0)
 
 
+@triton.jit
+def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.constexpr):
+    """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or
+    all. Unless `only_finite`, a key that is not spoils the sum."""
+    PIECES: tl.constexpr = L.key_padded // 32
+    total = [tl.zeros([32, 8], tl.float32)] * PIECES
+    count = tl.zeros([32], tl.int32)
+    token = tl.arange(0, 32)
+    for i in range(L.groups):
+        tile = start + 32 * i
+        bits = -1
+        if only_finite:
+            rows = token_rows(tile, token, *source, L.key_dim)
+            bits = token_bits(survey(rows, tile + token >= first, L.key_dim, L.key_padded)[2])
+        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES)
+        total = add_tokens(total, keys, 1.0 / (32 * L.groups))  # divided first: no sum of finite keys overflows
+        for r in tl.static_range(4):
+            count += counted[r].to(tl.int32)
+    sums = []
+    for m in tl.static_range(PIECES):
+        sums = sums + [over_tokens(total[m])]
+    return sums, tl.sum(count, 0) // 4
+
+
+@triton.jit
+def page_mean(start, first, source, p_keep, L: tl.constexpr):
+    """The mean of a page's keys as its header has it, in pieces, fp32."""
+    total, count = page_sum(start, first, source, p_keep, False, L)
+    if not_finite(total):
+        total, count = page_sum(start, first, source, p_keep, True, L)
+    share = 32 * L.groups / tl.maximum(count, 1)
+    mean = []
+    for m in tl.static_range(L.key_padded // 32):
+        mean = mean + [saturate(total[m] * share).to(tl.float16).to(tl.float32)]
+    return mean
+
+
+@triton.jit
+def store_mean(p_page, mean, L: tl.constexpr):
+    for m in tl.static_range(L.key_padded // 32):
+        d = piece_dims(m)
+        mask = (tl.arange(0, 32) < 4)[:, None] & (d < 2 * L.header_words)
+        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[m].to(tl.float16), mask=mask)
+
+
+@triton.jit
+def page_factors(p_factors, L: tl.constexpr):
+    """A head's channel factors, in pieces."""
+    factors = []
+    for m in tl.static_range(L.key_padded // 32):
+        factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
+    return factors
+
+
+@triton.jit
+def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata, p_fragments, p_cells,
+                 L: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+    """Encodes the group of vectors from start on, less the mean and times the factors unless these are None.
+
+    Args:
+        rows: where they are, of `token_rows`.
+
+    Returns:
+        As `pack_plain`.
+    """
+    DIM: tl.constexpr = L.key_dim if KEYS else L.value_dim
+    PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
+    BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
+    FIELD: tl.constexpr = 0 if KEYS or L.key_format != "lloyd_max" else 1
+    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32)
+    words, norms, overflow = operand_words(vectors, real, mean, factors)
+    lost = 0
+    if overflow:  # as vectors are not finite, or only as they are large
+        norms, lost = finite_norms(norms, rows, start + tl.arange(0, 32) >= first, DIM, PADDED)
+    saturated = encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED, BITS, FIELD, L.fields, KEYS,
+                       FITTED)  # fmt: skip
+    return lost, saturated
+
+
 @triton.jit(do_not_specialize=["heads", "n", "window", "sinks", "stride_page_ids", "stride_keep"])
 def pack_pages(
     p_key, p_value, p_ring_key, p_ring_value, p_pool, p_page_ids, p_row_start, p_counters, p_balance, p_flags, p_keep,
@@ -277,60 +333,33 @@ def pack_pages(
     token = tl.arange(0, 32)
     ring = (i_b * heads + i_h).to(tl.int64) * (window + PAGE)
     if i_part % 2 == 0:
-        p_head = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
-        source = (length, p_head, stride_kt, p_ring_key + ring * L.key_dim, window + PAGE)
-        rows = token_rows(tile, token, *source, L.key_dim)
+        p_keys = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
+        keys = (length, p_keys, stride_kt, p_ring_key + ring * L.key_dim, window + PAGE)
+        rows = token_rows(tile, token, *keys, L.key_dim)
         if L.key_format == "lloyd_max":
-            PIECES: tl.constexpr = L.key_padded // 32
             mean = None
             if L.centered:
                 p_kept = None if p_keep is None else p_keep + i_b.to(tl.int64) * stride_keep
-                # Every group's program computes the mean, so that none waits for another.
-                total = [tl.zeros([32, 8], tl.float32)] * PIECES
-                count = 0
-                spoilt = True
-                for attempt in range(2):  # again without keys that are not finite, if there are any
-                    if spoilt:
-                        total, count = page_sum(start, first, source, p_kept, attempt != 0, L.key_dim, PIECES, L.groups)
-                        spoilt = not_finite(total)
-                mean = []
-                for m in tl.static_range(PIECES):
-                    x = saturate(total[m] * (PAGE / tl.maximum(count, 1))).to(tl.float16)
-                    if i_group == 0:
-                        d = piece_dims(m)
-                        mask = (token < 4)[:, None] & (d < 2 * L.header_words)
-                        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, x, mask=mask)
-                    mean = mean + [x.to(tl.float32)]
+                mean = page_mean(start, first, keys, p_kept, L)
+                if i_group == 0:
+                    store_mean(p_page, mean, L)
             factors = None
             if p_balance is not None:
-                p_factors = p_balance + (i_b * heads + i_h) * L.key_dim
-                factors = []
-                for m in tl.static_range(PIECES):
-                    factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
-            keys, real = load_group(tile, first, source, None, -1, L.key_dim, PIECES)
-            words, norms, overflow = operand_words(keys, real, mean, factors)
-            lost = 0
-            if overflow:  # as keys are not finite, or only as they are large
-                norms, lost = finite_norms(norms, rows, tile + token >= first, L.key_dim, L.key_padded)
-            saturated = encode(words, norms, p_codes, p_metadata, p_key_fragments, p_key_cells, L.key_padded, L.key_bits,
-                               0, L.fields, True, FITTED)  # fmt: skip
+                factors = page_factors(p_balance + (i_b * heads + i_h) * L.key_dim, L)
+            lost, saturated = pack_rotated(rows, tile, first, keys, mean, factors, p_codes, p_metadata,
+                                           p_key_fragments, p_key_cells, L, True, FITTED)  # fmt: skip
         else:
             lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, True)
     else:
-        p_codes += 32 * L.key_words
-        p_head = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh)
-        source = (length, p_head, stride_vt, p_ring_value + ring * L.value_dim, window + PAGE)
-        rows = token_rows(tile, token, *source, L.value_dim)
+        p_value_codes = p_codes + 32 * L.key_words
+        p_values = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh)
+        values = (length, p_values, stride_vt, p_ring_value + ring * L.value_dim, window + PAGE)
+        rows = token_rows(tile, token, *values, L.value_dim)
         if L.value_format == "lloyd_max":
-            values, real = load_group(tile, first, source, None, -1, L.value_dim, L.value_padded // 32)
-            words, norms, overflow = operand_words(values, real, None, None)
-            lost = 0
-            if overflow:
-                norms, lost = finite_norms(norms, rows, tile + token >= first, L.value_dim, L.value_padded)
-            saturated = encode(words, norms, p_codes, p_metadata, p_value_fragments, p_value_cells, L.value_padded,
-                               L.value_bits, 1 if L.key_format == "lloyd_max" else 0, L.fields, False, FITTED)  # fmt: skip
+            lost, saturated = pack_rotated(rows, tile, first, values, None, None, p_value_codes, p_metadata,
+                                           p_value_fragments, p_value_cells, L, False, FITTED)  # fmt: skip
         else:
-            lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, False)
+            lost, saturated = pack_plain(rows, tile + token >= first, p_value_codes, p_metadata, L, False)
     flags = (lost << (i_part % 2)) | (saturated << 2)
     tl.atomic_or(p_flags + i_h, flags, mask=flags != 0, sem="relaxed")
 
