@@ -97,16 +97,16 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# Triton 3.9 leaves more on the stack than 3.6: 104, 280 and 336 bytes of the first, third and last of these.
+# Triton 3.6 and 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 688 and 480 in the last.
 @pytest.mark.parametrize(
     ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
     [
-        (90, "tq4", (128, 128), torch.bfloat16, 144, 128),
-        (90, "tq3", (96, 96), torch.float32, 144, 128),
+        (90, "tq4", (128, 128), torch.bfloat16, 144, 64),
+        (90, "tq3", (96, 96), torch.float32, 144, 160),
         (80, "tq2", (128, 128), torch.bfloat16, 144, 320),
         (90, "4bit_nc", (128, 128), torch.bfloat16, 144, 64),
         (90, "tq4", (256, 256), torch.float16, 255, 384),
-        (90, "tq4", (192, 128), torch.bfloat16, 255, 256),
+        (90, "tq4", (192, 128), torch.bfloat16, 255, 64),
         (90, "tq3", (64, 128), torch.bfloat16, 144, 128),
         (90, "tq2", (256, 64), torch.float16, 255, 704),
     ],
