@@ -207,7 +207,7 @@ def test_decode_spills_nothing(
 
 @pytest.mark.parametrize(
     ("preset", "dim", "columns", "most"),
-    [("tq4", 256, 8, 0), ("tq4", 128, 16, 64), ("tq2", 128, 16, 16), ("4bit_nc", 128, 16, 64), ("k8v4", 128, 16, 16)],
+    [("tq4", 256, 8, 0), ("tq4", 128, 16, 64), ("tq2", 128, 16, 32), ("4bit_nc", 128, 16, 64), ("k8v4", 128, 16, 32)],
 )
 def test_the_widest_decode_spills_little(
     monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, most: int, tmp_path: Path

@@ -302,8 +302,8 @@ def decode(
 @lru_cache(maxsize=None)
 def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
     """The int8 of each code: of keys, then of values, eight bytes in two words; 4-bit codes, which have a sign of their own,
-    have their magnitudes there. Then `MAGIC`, and the bytes of the values' levels as fp16 (`dequant.level_tables`). Int32
-    [9, 32]: each lane has its copy.
+    have their magnitudes there. Then `MAGIC`, and for `wide.py` `_small_levels` and two fp16 ones. Int32 [9, 32]: each lane
+    has its copy.
     """
     words = []
     for side in ("key", "value"):
@@ -311,7 +311,7 @@ def int8_tables(layout: PageLayout, device: torch.device) -> Tensor:
         for four in (table[:4], table[4:]):
             words.append(int.from_bytes(bytes(x & 255 for x in four), "little", signed=False))
     words.append(MAGIC.value)
-    words.extend(_small_levels(layout))
+    words += [*_small_levels(layout), 0x3C003C00]
     return torch.tensor(words, dtype=torch.int64, device="cpu").to(torch.int32)[:, None].repeat(1, LANES).to(device)
 
 
@@ -321,7 +321,7 @@ def _small_levels(layout: PageLayout) -> list[int]:
     least = min(table)
     table = [2 * m + 1 for m in table] if layout.value_bits == 4 else [x - least for x in table]
     words = [int.from_bytes(bytes(four), "little") for four in (table[:4], table[4:])]
-    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5)), 0x3C003C00]
+    return [*words, *struct.unpack("i", struct.pack("f", least + 0.5))]
 
 
 @lru_cache(maxsize=None)

@@ -110,6 +110,17 @@ def table_words(layout: PageLayout, side: str) -> tuple[int, ...]:
 
 
 @triton.jit
+def load_now(p):
+    """32-bit numbers as words, loaded here: Triton's pipeliner would copy them to shared memory tiles ahead."""
+    if INTERPRET:
+        return tl.load(p).to(tl.int32, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def byte_permute(a, b, selector):
     """The four bytes of (a, b), numbered 0 to 7 from the lowest, that the low four nibbles of `selector` (0..7) name."""
     if INTERPRET:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dequant import INTERPRET, byte_pairs, fp8_pairs, half, level_pairs
+from .dequant import INTERPRET, byte_pairs, fp8_pairs, half, level_pairs, load_now
 from .lanes import lane_word_offset, load_factors
 from .packed import NOTHING, UNWEIGHT, WEIGHT
 from .query import LOG2_E
@@ -211,17 +211,6 @@ def load_pages(p_page_ids, first, entries, COUNT: tl.constexpr):
     for k in tl.static_range(COUNT):
         pages = pages + [tl.load(p_page_ids + first + k, mask=first + k < entries, other=-1)]
     return pages
-
-
-@triton.jit
-def load_now(p):
-    """A word, loaded here: Triton would copy it to shared memory two tiles ahead, as what depends on it is multiplied."""
-    if INTERPRET:
-        return tl.load(p)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
-        )
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dequant import INTERPRET, chunk_runs, interleave
+from .dequant import INTERPRET, chunk_runs, interleave, load_now
 from .packed import NOTHING
 from .products import (
     fp8_scores,
@@ -64,17 +64,6 @@ def code_bytes(run, table, BITS: tl.constexpr):
         first ^= permute_bytes(run, run, 0xBA98)
         second ^= permute_bytes(lower, lower, 0xBA98)
     return [first, second]
-
-
-@triton.jit
-def load_word(p):
-    """A word, loaded here: Triton's pipeliner would copy it to shared memory."""
-    if INTERPRET:
-        return tl.load(p).to(tl.int32, bitcast=True)
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.global.b32 $0, [$1];", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
-        )
 
 
 @triton.jit
@@ -140,7 +129,8 @@ def block_words(blocks):
 
 @triton.jit
 def integer_scores(words, table, query, start, L: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products of keys and query, fp32, in the order (token of the lane, column of the lane).
+    """Products of keys and query, fp32, in the order (token of the lane, column of the lane). With int8 of at most 116 and
+    256 dimensions, both parts are below 2**22, as `MAGIC` wants them.
 
     Args:
         start: `MAGIC`, and for each column of a lane `MAGIC` plus what the 0.5 of the levels adds.
@@ -257,14 +247,14 @@ def load_kept_and_means(p_kept, p_means, tile, entries, columns, own_columns, L:
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1
     kept = []
     for u in tl.static_range(TILE):
-        kept = kept + [load_word(p_kept + tl.minimum(tile * TILE + u, entries * L.groups - 1))]
+        kept = kept + [load_now(p_kept + tl.minimum(tile * TILE + u, entries * L.groups - 1))]
     means = []
     for u in tl.static_range(PAGES):
         entry = tl.minimum(tile * TILE // L.groups + u, entries - 1)
         for x in tl.static_range(len(own_columns)):
             mean = tl.zeros([32], tl.float32)
             if L.centered:
-                mean = load_word(p_means + (entry * columns + own_columns[x])).to(tl.float32, bitcast=True)
+                mean = load_now(p_means + (entry * columns + own_columns[x])).to(tl.float32, bitcast=True)
             means = means + [mean]
     return kept, means
 
@@ -301,10 +291,9 @@ def attend_wide(
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
     next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
-    key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane)]
-    value_table = [tl.load(p_tables + 160 + lane), tl.load(p_tables + 192 + lane)]
-    key_table = key_table + [tl.load(p_tables + 256 + lane)]
-    value_table = value_table + key_table[2:]
+    one = tl.load(p_tables + 256 + lane)  # twice, as fp16
+    key_table = [tl.load(p_tables + lane), tl.load(p_tables + 32 + lane), one]
+    value_table = [tl.load(p_tables + 160 + lane), tl.load(p_tables + 192 + lane), one]
     magic = tl.load(p_tables + 128 + lane)
     if DEPENDENT:
         gdc_launch_dependents()
@@ -326,7 +315,7 @@ def attend_wide(
 
     sums = [nothing] * (2 * DIMS * OWN)
     unit = [nothing + NOTHING] * OWN
-    total = [nothing] * (OWN * SUMS)  # of a lane's own tokens only: of the weights, of the weights times value minima
+    total = [nothing] * (OWN * SUMS)  # `weigh`'s sums, of a lane's own tokens only
     for step in tl.range(0, steps, num_stages=STAGES):
         tile = first + step * n_s
         p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, tile, L, TILE)
@@ -338,6 +327,7 @@ def attend_wide(
         for u in tl.static_range(PAGES):
             pages = pages + [hold(next_pages[u])]
         next_pages = load_pages(p_pages, tile + 2 * n_s, entries, step + 2 < steps, L.group_bits, TILE)
+
         scores = []
         scale = []
         scale_words = []
