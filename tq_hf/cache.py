@@ -167,6 +167,12 @@ class TurboQuantCache(DynamicCache):
         self.offload(layer_idx, self.only_non_sliding)
         return states
 
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
+        offloadable = [layer for layer in self.layers if hasattr(layer, "prefetch")]
+        if any(not (only_non_sliding and layer.is_sliding) for layer in offloadable):
+            super().prefetch(layer_idx, only_non_sliding)
+
     def _refuse_cross_attention(self, layer_idx: int) -> None:
         """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
         layer, last = self.layers[layer_idx], self.layers[-1]
@@ -349,6 +355,7 @@ class TurboQuantCache(DynamicCache):
 
         Raises:
             ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            OSError: the file cannot be written.
         """
         self._settled_layers()
         saving.save(self, path)
@@ -368,8 +375,8 @@ class TurboQuantCache(DynamicCache):
             device: where everything goes; None: each layer where it was saved from.
 
         Raises:
-            ValueError: no such file by its content (truncated, foreign, newer, inconsistent), a model that does not match,
-                or a device that is not there. Everything is checked before anything is allocated.
+            ValueError: no such file by its content (truncated, foreign, newer, inconsistent), a model that does not match
+                (or no config of one), or a device that is not there. Everything is checked before anything is allocated.
             OSError: the file cannot be read.
         """
         return loading.load(cls, path, config, device)
