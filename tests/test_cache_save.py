@@ -341,7 +341,7 @@ def test_no_entry_of_the_header_is_taken_on_trust(tmp_path: Path, good: Path) ->
 
     free = {("preset",), ("layers", 0, "device")}  # any text will do; a device may be missing only where it is given
     for path in paths(header):
-        for change in ("missing", {"x": 1}, [[]], 1.5):
+        for change in ("missing", {"x": 1}, [[]], -1.5):
             broken = json.loads(json.dumps(header))
             holder = at(broken, *path[:-1])
             if change == "missing":

@@ -287,9 +287,10 @@ class TurboQuantCache(DynamicCache):
 
         They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
         transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. Continuations
-        that run side by side, as one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way: independent
-        caches are what continuations at different times need (a system prompt, the turns of a tree). `nbytes` of each counts the shared pages.
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
+        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
+        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
+        the turns of a tree).
 
         Raises:
             ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
