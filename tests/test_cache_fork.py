@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -287,3 +289,38 @@ def test_copies_between_update_and_attention_are_right(copier: Any, options: dic
             assert torch.allclose(ours, theirs, atol=2e-5)
             assert twin.report().packed_tokens > 0
     assert list(copies) == [120, 122]
+
+
+def test_forks_in_threads_of_their_own() -> None:
+    """They share the pool's tensors, which grow and are renumbered under way; none must lose a page to another."""
+    start, sizes = filled(100, "raw", **SMALL), [1, 40, 3, 64, 33, 1, 70, 5]
+    lone = [copy.deepcopy(start) for _ in range(4)]
+    forks = start.fork(4)
+    errors: list[BaseException] = []
+
+    def go_on(cache: TurboQuantCache, number: int) -> None:
+        try:
+            for seed, size in enumerate(sizes):
+                extend(cache, size, seed=1000 * number + 2 * seed)
+                content(cache)
+                if seed % 3 == number % 3:
+                    cache.crop(-50)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [Thread(target=go_on, args=(fork, i)) for i, fork in enumerate(forks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for i, cache in enumerate(lone):
+        go_on(cache, i)
+    assert not errors
+    assert [same(content(a), content(b)) for a, b in zip(forks, lone, strict=True)] == [True] * 4
+    rows = [row for cache in (start, *forks) for row in cache.table.rows or []]
+    assert start.table.pages.used == len({page for row in rows for page in row})

@@ -341,7 +341,7 @@ def test_no_entry_of_the_header_is_taken_on_trust(tmp_path: Path, good: Path) ->
 
     free = {("preset",), ("layers", 0, "device")}  # any text will do; a device may be missing only where it is given
     for path in paths(header):
-        for change in ("missing", {"x": 1}, [[]], 1.5):
+        for change in ("missing", {"x": 1}, [[]], -1.5):
             broken = json.loads(json.dumps(header))
             holder = at(broken, *path[:-1])
             if change == "missing":
@@ -426,3 +426,22 @@ def test_a_device_that_is_not_there_is_refused(good: Path) -> None:
     assert TurboQuantCache.load(good, device="cpu").layers[1].device == torch.device("cpu")
     assert isinstance(TurboQuantCache.load(good), Cache)
     assert DynamicCache(TurboQuantCache.load(good)).get_seq_length(1) == 110
+
+
+def test_fast_rotary_embeddings_are_saved_and_loaded(tmp_path: Path) -> None:
+    """longrope's factors below 1 (MiniCPM) and linear ones turn pairs by more than a radian a position."""
+    model = tiny_model(rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 0.5})
+    cache = TurboQuantCache(model.config, "tq4", **SMALL)
+    generate(model, prompt(1, 100), cache, new=2)
+    cache.save(tmp_path / "cache")
+    assert same(bits(TurboQuantCache.load(tmp_path / "cache", model.config)), bits(cache))
+
+
+def test_a_config_that_is_none_is_refused(good: Path) -> None:
+    with pytest.raises(ValueError, match="config is a dict"):
+        TurboQuantCache.load(good, {"model_type": "llama"})  # type: ignore[arg-type]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="missing"):
+        filled(100).save(tmp_path / "missing" / "cache")

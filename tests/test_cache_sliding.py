@@ -8,6 +8,7 @@ import gc
 import json
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,39 @@ def test_the_decoder_half_of_an_encoder_decoder_is_saved_as_such(tmp_path: Path)
     model = tiny_model("bart")
     TurboQuantCache(model.config, "raw").save(tmp_path / "cache")
     assert TurboQuantCache.load(tmp_path / "cache", model.config).is_decoder_only is False
+
+
+def test_a_dropped_cache_is_freed_without_the_garbage_collector() -> None:
+    """Otherwise the memory of every call's cache would stay until the collector happens to run."""
+    ours, _ = pair("mixed")
+    gc.collect()
+    gc.disable()
+    try:
+        fork = ours.fork(1)[0]
+        pages = table_of(ours).pages
+        before = pages.used
+        feed([fork], 70, seed=9)
+        assert pages.used > before
+        layers = [weakref.ref(layer) for layer in (*ours.layers, *fork.layers)]
+        del fork
+        assert pages.used <= before
+        del ours
+        assert not any(layer() for layer in layers)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("by_pickle", [False, True])
+def test_copies_know_their_own_layers(by_pickle: bool) -> None:
+    ours, _ = pair("mixed")
+    twin = pickle.loads(pickle.dumps(ours)) if by_pickle else copy.deepcopy(ours)
+    for cache in (ours, twin, ours.fork(1)[0]):
+        assert table_of(cache).layers == [cache.layers[0], cache.layers[2]]
+
+
+def test_offloading_where_every_layer_stays_on_the_device() -> None:
+    """transformers' own `prefetch` looks for one that does not."""
+    ours, theirs = TurboQuantCache(ALL_SLIDING, "raw", **SMALL, offloading=True), DynamicCache(config=ALL_SLIDING)
+    for seed, size in enumerate((150, 1, 1)):
+        feed([ours, theirs], size, seed)
+    assert ours.report().packed_tokens > 0 and same(content(ours), [t for k, v, _ in theirs for t in (k, v)])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +87,61 @@ def test_channels_beyond_the_pairs_stay() -> None:
 @pytest.mark.parametrize("config", [{}, {"rope_parameters": None}, {"rope_parameters": {"rope_type": "default"}}])
 def test_a_config_that_tells_nothing(config: dict[str, Any]) -> None:
     assert rotary_of(type("Config", (), config)(), 0) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # no sizes under names that are known
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}, "head_dim": 16},
+        {"rope_parameters": {"rope_type": "its own", "rope_theta": [1e4, 1e6]}, "head_dim": 16},
+        {"rope_parameters": {"rope_type": "its own", "rope_theta": "1e4"}, "head_dim": 16},
+        {"rope_parameters": [1e4], "head_dim": 16},
+        {"rope_parameters": {"rope_type": "its own", "rope_theta": 1e-60}, "head_dim": 16},  # frequencies beyond fp32
+        {"rope_parameters": {"rope_theta": 1e4}, "head_dim": 16, "no_rope_layers": []} | {"layer_types": ["x"]},
+    ],
+)
+def test_a_config_unlike_transformers_own_is_no_error(config: dict[str, Any]) -> None:
+    assert rotary_of(type("Config", (), config)(), 1) is None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise RuntimeError('no GPU')",
+        "def (",
+        "def rotate_half(x, interleaved): return x",
+        "def rotate_half(x): return x.unflatten(3, (2, -1))",
+        "rotate_half = None",
+        "import torch; torch.manual_seed(7)",
+    ],
+)
+def test_code_beside_a_config_is_not_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models outside transformers: their module is asked only if it has been imported, and may be like nothing known."""
+    folder = tmp_path / f"remote_{abs(hash(code))}"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(code)
+    (folder / "configuration_own.py").write_text("from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = importlib.import_module(f"{folder.name}.configuration_own").OwnConfig()
+    before = torch.get_rng_state()
+    for imported in (False, True):
+        rotary = rotary_of(config, 0)
+        assert rotary is not None and not rotary.interleaved
+        assert torch.equal(torch.get_rng_state(), before)
+        if not imported:
+            assert f"{folder.name}.modeling_own" not in sys.modules
+            module = types.ModuleType(f"{folder.name}.modeling_own")
+            with torch.random.fork_rng(), contextlib.suppress(Exception):
+                exec(code, module.__dict__)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_an_imported_module_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AutoConfig.for_model("llama")
+    own = type("OwnConfig", (type(config),), {"__module__": "own.configuration_own"})()
+    module = types.ModuleType("own.modeling_own")
+    module.rotate_half = lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rotary = rotary_of(own, 0)
+    assert rotary is not None and rotary.interleaved

@@ -171,6 +171,12 @@ class TurboQuantCache(DynamicCache):
         self.offload(layer_idx, self.only_non_sliding)
         return states
 
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
+        offloadable = [layer for layer in self.layers if hasattr(layer, "prefetch")]
+        if any(not (only_non_sliding and layer.is_sliding) for layer in offloadable):
+            super().prefetch(layer_idx, only_non_sliding)
+
     def _refuse_cross_attention(self, layer_idx: int) -> None:
         """A bare cache would take the keys of an encoder-decoder model's cross-attention behind the decoder's own."""
         layer, last = self.layers[layer_idx], self.layers[-1]
@@ -285,10 +291,10 @@ class TurboQuantCache(DynamicCache):
 
         They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
         transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing; a page is freed with its last user. Continuations that run side by side, as
-        one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way: independent caches are what
-        continuations at different times need (a system prompt, the turns of a tree), and a batch has them no others
-        already. `nbytes` of each counts the shared pages.
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
+        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
+        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
+        the turns of a tree).
 
         Raises:
             ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
@@ -353,6 +359,7 @@ class TurboQuantCache(DynamicCache):
 
         Raises:
             ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            OSError: the file cannot be written.
         """
         self._settled_layers()
         saving.save(self, path)
@@ -372,8 +379,8 @@ class TurboQuantCache(DynamicCache):
             device: where everything goes; None: each layer where it was saved from.
 
         Raises:
-            ValueError: no such file by its content (truncated, foreign, newer, inconsistent), a model that does not match,
-                or a device that is not there. Everything is checked before anything is allocated.
+            ValueError: no such file by its content (truncated, foreign, newer, inconsistent), a model that does not match
+                (or no config of one), or a device that is not there. Everything is checked before anything is allocated.
             OSError: the file cannot be read.
         """
         return loading.load(cls, path, config, device)

@@ -22,8 +22,8 @@ from .layer_edits import LayerEdits
 from .layout import PageLayout
 from .memory import storage_bytes
 from .packed_kv import PackedKV, Step, kept_positions
-from .pages import BlockTable
-from .reports import LayerReport
+from .pages import BlockTable, while_alone
+from .reports import LayerReport, packed_report
 from .rotary import Rotary
 
 
@@ -250,6 +250,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
 
     # -- attention and storing ---------------------------------------------------------------------------------------
+    @while_alone
     def attend(
         self,
         step: Step,
@@ -296,6 +297,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         )
         return ops.inference_only(out, query, step.key, step.value, aux_sinks)
 
+    @while_alone
     def commit(self, step: Step, mask: Tensor | None, query: Tensor | None = None) -> None:
         """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
 
@@ -422,6 +424,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             self.commit(step, mask=None)
         return step.dense
 
+    @while_alone
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
         first: Any = step.start
@@ -432,6 +435,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             tensor.index_copy_(2, positions, raw.detach())
         return dense
 
+    @while_alone
     def unpacked(self) -> tuple[Tensor | None, Tensor | None]:
         """All keys and values [B, H, length, D / Dv], dequantized; None before the first token."""
         if not self.is_initialized:
@@ -446,12 +450,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             raise AttributeError("batch_size is unknown before the first update")  # transformers asks with hasattr
         return rows
 
-    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "the layers of a TurboQuantCache share one block table: call reset, crop, reorder_cache,"
-            " batch_repeat_interleave or batch_select_indices on the cache, not on a layer."
-        )
-
+    @while_alone
     def offload(self) -> None:
         """Move the packed pages to host memory until they are read again. Exact tokens, which are few, stay.
 
@@ -467,12 +466,11 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         if self.is_initialized and self.pending is None:
             self.table.pages.offload(self.slot)
 
+    @while_alone
     def prefetch(self) -> None:
         """Bring offloaded pages back ahead of their use."""
         if self.is_initialized:
             self.table.pages.fetch(self.slot)
-
-    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only
 
     # -- reports -----------------------------------------------------------------------------------------------------
     @property
@@ -481,15 +479,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 
     def report(self, layer: int) -> LayerReport:
         """Counts and bytes as of now (reads the device's counters)."""
-        kind = f"packed ({self.preset})" if self.config.key_format != "raw" else "exact pages"
-        if not self.is_initialized:
-            return LayerReport(layer, kind, 0, 0, 0, 0)
-        self.flush()
-        length, _, used = self.counters.tolist()
-        packed = self.table.packed_tokens(used)
-        rows = self.table.batch_size or 0
-        per_token = self.kv_heads * (self.key_dim + self.value_dim) * 2
-        return LayerReport(layer, kind, packed, rows * length - packed, self.nbytes, rows * length * per_token)
+        return packed_report(layer, self)
 
 
 def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:

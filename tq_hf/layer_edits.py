@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -91,7 +90,8 @@ class LayerEdits:
     @torch.inference_mode(False)
     def fork(self, table: BlockTable) -> Any:
         """A layer with the same tokens whose pages are those of `table`, a fork of this layer's."""
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin.table = table
         if self.is_initialized:
             for name in self.state_names():
@@ -107,3 +107,11 @@ class LayerEdits:
         self.device, self._valid = device, None
         self.on_device = self.table.on(device)
         self.mark_static()
+
+    def _whole_cache_only(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "the layers of a TurboQuantCache share one block table: call reset, crop, reorder_cache,"
+            " batch_repeat_interleave or batch_select_indices on the cache, not on a layer."
+        )
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache_only

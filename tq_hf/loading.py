@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from . import stock_layers
@@ -27,7 +28,7 @@ from .layout import MAX_HEAD_DIM, PageLayout
 from .model_layers import decoder_config
 from .page_pool import NO_PAGE
 from .pages import BlockTable
-from .rotary import Rotary
+from .rotary import FASTEST, Rotary
 from .saving import FORMAT, VERSION, model_facts
 from .sliding import SlidingLayer, SlidingTable
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
 _LARGEST = 2**31 - 1  # of any position, count or page number
-_FASTEST = 1.0  # radians that a rotary pair turns from one position to the next
 
 
 @dataclass
@@ -108,6 +108,8 @@ def load(
     cls: type[TurboQuantCache], path: str | os.PathLike[str], config: Any, device: torch.device | str | int | None
 ) -> TurboQuantCache:
     """`TurboQuantCache.load`."""
+    if config is not None and not isinstance(config, PretrainedConfig):
+        raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None.")
     name = os.fspath(path)
     try:
         target = None if device is None else torch.empty(0, device=device).device
@@ -131,7 +133,7 @@ def _load(
         file.number(header, "max_cache_len", 1)
     offloading = file.get(header, "offloading", list)
     file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
-    quantization = _config(file, file.get(header, "quantization", dict))
+    quantization, preset = _config(file, file.get(header, "quantization", dict)), file.get(header, "preset", str)
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
     rotaries = [_rotary(file, r) for r in file.get(header, "rotaries", list)]
     is_decoder_only = file.get(header, "is_decoder_only", bool)
@@ -147,9 +149,7 @@ def _load(
         kind = file.get(layer, "kind", str)
         file.require(kind in ("packed", "transformers"), f"layer {i} is of the unknown kind {kind!r}")
         if kind == "packed":
-            built, state = _packed(
-                file, i, layer, configs, rotaries, tables, preset=file.get(header, "preset", str), target=target
-            )
+            built, state = _packed(file, i, layer, configs, rotaries, tables, preset, target)
             built.guards_capacity = not any(isinstance(other, TurboQuantLayer) for other in layers)
             layers.append(built)
             states.append(state)
@@ -179,7 +179,7 @@ def _load(
         offloading,
         is_decoder_only=is_decoder_only,
         quantization=quantization,
-        preset=header["preset"],
+        preset=preset,
         model_facts=header["model"],
     )
 
@@ -224,7 +224,7 @@ def _rotary(file: _File, saved: Any) -> Rotary | None:
     if saved is None:
         return None
     frequencies, interleaved = file.get(saved, "frequencies", list), file.get(saved, "interleaved", bool)
-    fits = all(type(f) is float and 0 <= f <= _FASTEST for f in frequencies) and 2 * len(frequencies) <= MAX_HEAD_DIM
+    fits = all(type(f) is float and 0 <= f <= FASTEST for f in frequencies) and 2 * len(frequencies) <= MAX_HEAD_DIM
     file.require(fits, "its rotary frequencies are no radians of a head's pairs")
     return Rotary(tuple(frequencies), interleaved)
 

@@ -8,6 +8,7 @@ they are shared by reference and freed when no row of any table uses them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -31,9 +32,12 @@ class PagePool:
     Attributes:
         capacity: one more than the largest id handed out so far; a layer has at least so many pages after its next commit.
         users: the block tables whose rows hold ids of this pool.
+        lock: held by whoever reads or changes ids or pages, since forks may be used in threads of their own
+            (`BlockTable.alone`).
     """
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self.references: list[int] = []
         self.free: list[int] = []
         self.users: WeakSet[BlockTable] = WeakSet()
@@ -48,10 +52,10 @@ class PagePool:
         self._take_back()
         for slot in list(self._arriving):
             self.of(slot)
-        return {name: value for name, value in self.__dict__.items() if name != "users"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("users", "lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # each block table puts itself among the users again
-        self.__dict__.update(state, users=WeakSet())
+        self.__dict__.update(state, users=WeakSet(), lock=RLock())
 
     # -- ids -----------------------------------------------------------------------------------------------------------
     @property

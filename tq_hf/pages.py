@@ -7,9 +7,11 @@ and reference counts, never packed data. All packed layers of a cache advance to
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +21,22 @@ from .page_pool import NO_PAGE, PagePool
 
 logger = logging.getLogger(__name__)
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 # Spare entries of a static table: each crop that cuts into a page leaves one entry shorter than a page.
 SPARE_ENTRIES = 4
+
+
+def while_alone(method: Method) -> Method:
+    """A method that runs under `alone()` of the block table that it belongs to, or that its layer has."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        table = self if isinstance(self, BlockTable) else self.table
+        with table.alone():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, locked)
 
 
 class BlockTable:
@@ -58,6 +74,10 @@ class BlockTable:
     def is_static(self) -> bool:
         return self.max_cache_len is not None
 
+    def alone(self) -> AbstractContextManager[Any]:
+        """Keep forks in other threads from the pages that they share with this table. Static tables share with none."""
+        return nullcontext() if self.is_static else self.pages.lock
+
     @property
     def batch_size(self) -> int | None:
         """Rows of the batch; None before the first token."""
@@ -92,11 +112,16 @@ class BlockTable:
 
     def _leave(self) -> None:
         pages: PagePool | None = self.__dict__.get("pages")
+        if pages is not None:
+            with pages.lock:
+                self.__del__()
+                pages.users.discard(self)
+
+    def __del__(self) -> None:
+        """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
+        pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None and self.rows:
             pages.release_later(self.rows)
-            pages.users.discard(self)
-
-    __del__ = _leave  # a fork that is dropped gives its pages back
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
@@ -139,6 +164,7 @@ class BlockTable:
             for device_table in self._devices.values():
                 device_table.row_start.copy_(_int32(self.row_starts))
 
+    @while_alone
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
         assert self.rows is not None
@@ -170,6 +196,7 @@ class BlockTable:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
         return self.latest_start >= length
 
+    @while_alone
     def crop(self, length: int, used: int) -> tuple[int, int]:
         """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
 
@@ -230,6 +257,7 @@ class BlockTable:
         counts = [count for _, count in self.spans[:used]]
         return sum(n for row in self.rows or [] for page, n in zip(row, counts, strict=False) if page != NO_PAGE)
 
+    @while_alone
     def select_rows(self, indices: Sequence[int]) -> None:
         """Make row i a copy of row `indices[i]`: pages are shared, not copied."""
         assert self.rows is not None
@@ -320,6 +348,7 @@ class BlockTable:
             device_table.write(self, 0)
 
     # -- copies ------------------------------------------------------------------------------------------------------
+    @while_alone
     def fork(self) -> Self:
         """A table of the same pages (dynamic mode)."""
         twin = self._twin()
@@ -328,6 +357,7 @@ class BlockTable:
         twin._use(PagePool() if self.rows is None else self.pages)
         return twin
 
+    @while_alone
     def move(self, device: torch.device) -> None:
         """Put the pages and this table's tensors on `device`. Other tables of the pool keep theirs."""
         starts = [device_table.row_start for device_table in self._devices.values()]
@@ -369,6 +399,7 @@ class BlockTable:
         self.__dict__.update(state)
         self._use(self.pages)
 
+    @while_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = twin = self._twin()
         pages, twin.rows = self._copied_pages()

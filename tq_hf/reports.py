@@ -75,6 +75,19 @@ class CacheReport:
         return "\n".join(rows)
 
 
+def packed_report(index: int, layer: Any) -> LayerReport:
+    """A `TurboQuantLayer`, its new tokens stored. Reads the device's counters."""
+    kind = f"packed ({layer.preset})" if layer.config.key_format != "raw" else "exact pages"
+    if not layer.is_initialized:
+        return LayerReport(index, kind, 0, 0, 0, 0)
+    layer.flush()
+    length, _, used = layer.counters.tolist()
+    packed = layer.table.packed_tokens(used)
+    rows = layer.table.batch_size or 0
+    per_token = layer.kv_heads * (layer.key_dim + layer.value_dim) * 2
+    return LayerReport(index, kind, packed, rows * length - packed, layer.nbytes, rows * length * per_token)
+
+
 def stock_report(index: int, layer: Any) -> LayerReport:
     """One of transformers' own layers: everything it holds is exact."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -1,12 +1,15 @@
 """Which channels of a layer's keys rotary embeddings turn into each other, and how fast.
 
 A pair of channels turns by its frequency, in radians, from one position to the next. The model's config tells the
-frequencies, and its own `rotate_half` which channels make a pair.
+frequencies, and its own `rotate_half` which channels make a pair. Both are read as far as they can be understood: balance is
+a matter of quality, and a model whose code or config is unlike transformers' own must not fail for it.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+FASTEST = 1e6  # radians a position; 1 is usual, but scaled embeddings (longrope, linear) go beyond
 
 @dataclass(frozen=True)
 class Rotary:
@@ -49,6 +53,16 @@ class Rotary:
 
 def rotary_of(config: Any, layer: int) -> Rotary | None:
     """The rotary embeddings of a layer of a model with this text config; None where there are none, or none known of."""
+    try:
+        frequencies = _frequencies(config, layer)
+    except Exception:  # code of a model may keep anything under these names
+        return None
+    if frequencies is None or not all(0 <= f <= FASTEST and math.isfinite(f) for f in frequencies):
+        return None
+    return Rotary(frequencies, _is_interleaved(type(config).__module__))
+
+
+def _frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
     has_rotary = getattr(config, "no_rope_layers", None)  # a 1 for each layer that has them (SmolLM3, Llama 4)
     if has_rotary and not has_rotary[layer]:
         return None
@@ -68,16 +82,20 @@ def rotary_of(config: Any, layer: int) -> Rotary | None:
         dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
         frequencies = parameters["rope_theta"] ** -(torch.arange(0, dim, 2, device="cpu") / dim)
-    return Rotary(tuple(frequencies.tolist()), _is_interleaved(type(config).__module__))
+    return tuple(frequencies.tolist())
 
 
 def _is_interleaved(configuration: str) -> bool:
-    """Whether the model turns neighbours: its module is asked, by the name of the module that defines its config."""
+    """Whether the model turns neighbours: its module is asked, by the name of the module that defines its config.
+
+    Modules that are not transformers' are asked only if they have been imported, since importing runs their code.
+    """
+    name = configuration.replace(".configuration_", ".modeling_")
     try:
-        model = importlib.import_module(configuration.replace(".configuration_", ".modeling_"))
-    except ImportError:
+        model = importlib.import_module(name) if name.startswith("transformers.") else sys.modules.get(name)
+        rotate_half = getattr(model, "rotate_half", None)
+        if rotate_half is not None:
+            return bool(rotate_half(torch.arange(4.0, device="cpu")).tolist() == [-1, 0, -3, 2])
+    except Exception:  # no such module, or one that turns heads in another way
         return False
-    rotate_half = getattr(model, "rotate_half", None)
-    if rotate_half is not None:
-        return rotate_half(torch.arange(4.0, device="cpu")).tolist() == [-1, 0, -3, 2]
     return hasattr(model, "apply_rotary_emb")  # pairs as complex numbers

@@ -29,12 +29,14 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from . import stock_layers
@@ -169,10 +171,12 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: str) -> None:
     """All or nothing: a file that was there stays until the new one is complete."""
-    part = f"{path}.{os.getpid()}.part"
+    part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"
     try:
         safetensors.torch.save_file(tensors, part, metadata)
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
     finally:
         if os.path.exists(part):
             os.remove(part)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from .config import TurboQuantConfig
 from .layer import TurboQuantLayer
 from .packed_kv import Step
 from .page_pool import NO_PAGE
-from .pages import BlockTable
+from .pages import BlockTable, while_alone
 from .reports import LayerReport
 from .rotary import Rotary
 
@@ -82,15 +83,24 @@ class SlidingTable(BlockTable):
         origin: the position that all others here and in the layers' state count from.
         kept_from: what is before this position, which counts from the sequence's start, may be lost.
         recording: whether nothing is to be forgotten until the next `crop`, which may take tokens back.
-        layers: those that use this table.
+        layers: those that use this table, in the model's order. They hold the table, and it only knows them: a cache that is
+            dropped must free its memory at once, not when the garbage collector finds a cycle.
     """
 
     def __init__(self, full: BlockTable, window: int, shares_keys: bool = False) -> None:
         self.full = full
         self.window = window
         self.shares_keys = shares_keys
-        self.layers: list[SlidingLayer] = []
+        self._layers: list[ref[SlidingLayer]] = []
         super().__init__(full.page_size, full.sink_tokens, full.recent_window)
+
+    @property
+    def layers(self) -> list[SlidingLayer]:
+        return [layer for known in self._layers if (layer := known()) is not None]
+
+    def join(self, layer: SlidingLayer) -> None:
+        """One more layer uses this table."""
+        self._layers.append(ref(layer))
 
     def clear(self) -> None:
         self.sink_tokens = self.full.sink_tokens
@@ -136,11 +146,12 @@ class SlidingTable(BlockTable):
         else:
             whole = torch.ones(1, 1, 1, shown, dtype=torch.uint8, device=layer.device) if mask is None else mask
             made = pad(whole, (hidden, 0))
-        is_kept = layer is not self.layers[-1] and (mask is None or version is not None)  # else nobody knows of a change
+        is_kept = layer is not self._layers[-1]() and (mask is None or version is not None)  # else nobody knows of a change
         self._mask = (mask, asked, made) if is_kept else None
         return made
 
     # -- forgetting --------------------------------------------------------------------------------------------------
+    @while_alone
     def advance(self, length: int, new: int) -> None:
         """Forget what no query from position `length` on sees, if all layers have come so far.
 
@@ -225,13 +236,16 @@ class SlidingTable(BlockTable):
     def fork_beside(self, full: BlockTable) -> SlidingTable:
         """A table of the same pages, beside the fork `full`, for forks of this one's layers."""
         twin = self.fork()
-        twin.full, twin.layers = full, []
+        twin.full, twin._layers = full, []
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlidingTable:
         twin = super().__deepcopy__(memo)
-        twin.full, twin.layers = copy.deepcopy((self.full, self.layers), memo)
+        twin.full, twin._layers = copy.deepcopy(self.full, memo), []
         return twin
+
+    def __getstate__(self) -> dict[str, Any]:  # layers join again when they are there, and so they do in a deep copy
+        return {**self.__dict__, "_layers": []}
 
 
 class SlidingLayer(TurboQuantLayer):
@@ -244,7 +258,7 @@ class SlidingLayer(TurboQuantLayer):
         self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None
     ) -> None:
         super().__init__(config, table, preset, rotary)
-        table.layers.append(self)
+        table.join(self)
         self.sliding_window = table.window
 
     # -- transformers' contract --------------------------------------------------------------------------------------
@@ -337,8 +351,12 @@ class SlidingLayer(TurboQuantLayer):
 
     def fork(self, table: SlidingTable) -> SlidingLayer:  # type: ignore[override]
         twin: SlidingLayer = super().fork(table)
-        table.layers.append(twin)
+        table.join(twin)
         return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy, with a copied table
+        self.__dict__.update(state)
+        self.table.join(self)
 
     # -- edits that the table makes on all layers together -----------------------------------------------------------
     @torch.inference_mode(False)
