@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from tq_hf import kernels, ops, reference
+from tq_hf.conditioning import partners
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.layout import PageLayout
 from tq_hf.reference.codec import decode_page
+from tq_hf.rotary import Rotary
 
 HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
 PREFILL_TOKENS, SAMPLE_TOKENS, LAYERS = 65536, 4096, 32
@@ -107,6 +109,7 @@ def bench_prefill(preset: str, copy_rate: float) -> dict[str, Any]:
     query = torch.randn(1, PREFILL_TOKENS, QUERY_HEADS, DIM, device="cuda", dtype=DTYPE).transpose(1, 2)
     layer = state(config, layout, 1, PREFILL_TOKENS)
     energy = torch.zeros(1, HEADS, DIM, device="cuda")
+    pairs = partners(Rotary(tuple((10_000.0 ** -(torch.arange(0, DIM, 2) / DIM)).tolist()), False), DIM, key.device)
     empty = layer["counters"].clone()
     rest: tuple[Any, ...] = (None, layout.name, config.recent_window, PREFILL_TOKENS // layout.page_size)
     sizes = (layout.page_size, config.sink_tokens, config.recent_window, layout.center_keys)
@@ -120,7 +123,7 @@ def bench_prefill(preset: str, copy_rate: float) -> dict[str, Any]:
 
     def condition() -> None:
         if layer["balance"] is not None:
-            observe(query, key, *statistics_of, energy, None, *sizes)
+            observe(query, key, *statistics_of, energy, pairs.channel, pairs.share, None, *sizes)
 
     def store() -> None:
         condition()
