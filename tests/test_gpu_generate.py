@@ -62,8 +62,8 @@ def test_a_real_model_generates_what_the_cpu_reference_generates(
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_the_first_attention_of_a_process_may_be_captured(attention: str) -> None:
     """What kernels keep between calls must not live in a graph's memory pool."""
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("tq_hf.kernels"):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tq_hf.kernels."):
             for kept in vars(module).values():
                 if hasattr(kept, "cache_clear"):
                     kept.cache_clear()
