@@ -12,11 +12,10 @@ beside; `python -m eval.plot_ablation DIR` draws them.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, serve, versions
+from tq_hf.commands import Loaded, Parser, RequestError, choose_device, load, serve, versions
 
 from .bos import BOS_CHOICES, starts_with_bos
+from .isolated import measure_apart
 from .results import TABLE_NAME, ModelResults, read_all, table
 from .scoring import Result, lockstep_batches, measure
 from .settings import GROUPS, Setting, select
@@ -98,27 +98,6 @@ def run_facts(loaded: Loaded, ids: Tensor, starts: bool, device: torch.device, t
     }
 
 
-def measure_batch(model: Any, ids: Tensor, batch: Sequence[Setting], bar: Any) -> list[Result]:
-    """Results of settings in lockstep; one by one if that fails, so that a broken setting is the only one lost."""
-    began, done = time.perf_counter(), bar.n
-    try:
-        results = measure(model, ids, batch, bar.update)
-    except Exception as error:  # whatever is wrong with one setting, the others are worth having
-        failure = f"{type(error).__name__}: {first_line(error)}"
-        if len(batch) == 1:
-            bar.write(traceback.format_exc(), file=sys.stderr)
-    else:
-        seconds = round((time.perf_counter() - began) / len(batch), 2)
-        return [result | {"seconds": seconds} for result in results]
-    # The error is gone by here, and with it the caches that its frames held.
-    gc.collect()
-    bar.update(done - bar.n)
-    if len(batch) > 1:
-        return [result for setting in batch for result in measure_batch(model, ids, [setting], bar)]
-    bar.update(ids.numel())
-    return [{"error": failure}]
-
-
 def measure_model(
     loaded: Loaded, ids: Tensor, settings: Sequence[Setting], results: ModelResults, lockstep: int
 ) -> int:
@@ -129,7 +108,8 @@ def measure_model(
         total=len(missing) * ids.numel(), desc=f"{loaded.name}, {ids.shape[1]}", unit="token", unit_scale=True
     ) as bar:
         for batch in lockstep_batches(missing, ids.shape[1], lockstep):
-            for setting, result in zip(batch, measure_batch(loaded.model, ids, batch, bar)):
+            found = measure_apart(batch, partial(measure, loaded.model, ids), lambda _: ids.numel(), bar)
+            for setting, result in zip(batch, found):
                 results.add(setting, result)
                 failed += "error" in result
                 bar.write(f"{setting.name:40} {as_line(result)}", file=sys.stdout)

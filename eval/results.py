@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tq_hf.commands import RequestError
 
 from .settings import Setting, all_settings
+from .stored import StoredResults
 
 TABLE_NAME = "ablation.md"
 
 
-@dataclass
-class ModelResults:
-    """What was measured of one model at one window.
+class ModelResults(StoredResults):
+    """What `scripts/ablation` measured of one model at one window; an entry a setting."""
 
-    Attributes:
-        path: the JSON file.
-        run: what all results of the file have in common: model, text, window, device, versions.
-        settings: a result by setting, in the order of measurement.
-    """
+    key = "settings"
+    command = "scripts/ablation"
 
-    path: Path
-    run: dict[str, Any]
-    settings: dict[str, dict[str, Any]]
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return self.entries
 
     @classmethod
     def open(cls, out: Path, run: dict[str, Any]) -> ModelResults:
@@ -39,56 +32,16 @@ class ModelResults:
         Raises:
             RequestError: the file holds another run's results, or cannot be read.
         """
-        path = out / f"{Path(run['model']).name}-w{run['window']}.json"
-        if not path.exists():
-            return cls(path, run, {})
-        found = cls.read(path)
-        if differing := [name for name in run if found.run.get(name) != run[name]]:
-            name = differing[0]
-            raise RequestError(
-                f"{path} was measured with {name}={found.run.get(name)!r}, and this is {run[name]!r}: give another --out, or"
-                " delete the file."
-            )
-        return found
-
-    @classmethod
-    def read(cls, path: Path) -> ModelResults:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, found["run"], found["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RequestError(
-                f"{path} holds no results of scripts/ablation: delete it, or give another --out."
-            ) from error
+        return cls.opened(out / f"{Path(run['model']).name}-w{run['window']}.json", run)
 
     def has(self, setting: Setting) -> bool:
         """Whether the setting was measured, configured as it is now."""
-        found = self.settings.get(setting.name)
-        return found is not None and "error" not in found and found["config"] == described(setting)
+        return self.holds(setting.name, described(setting))
 
     def add(self, setting: Setting, result: dict[str, Any]) -> None:
-        """Keep a result, and write the file: an interrupted run loses nothing, nor do several that share the file."""
+        """Keep a setting's result, and write the file."""
         facts = {"groups": list(setting.groups), "reason": setting.reason, "simulated": setting.split is not None}
-        with _locked(self.path.parent):
-            if self.path.exists():
-                self.settings = self.read(self.path).settings
-            self.settings[setting.name] = facts | {"config": described(setting)} | result
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(
-                json.dumps({"run": self.run, "settings": self.settings}, indent=1) + "\n", encoding="utf-8"
-            )
-            os.replace(partial, self.path)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes that write results out of a folder."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+        self.put(setting.name, facts | {"config": described(setting)} | result)
 
 
 def described(setting: Setting) -> dict[str, Any]:

@@ -34,6 +34,13 @@ def lockstep_batches(settings: Sequence[Setting], length: int, most: int) -> lis
 
 
 def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Progress | None = None) -> list[Result]:
+    """Score settings in lockstep and sum each up, see `score` and `summary`."""
+    return [summary(scored, cache, ids) for scored, cache in score(model, ids, settings, progress)]
+
+
+def score(
+    model: Any, ids: Tensor, settings: Sequence[Setting], progress: Progress | None = None
+) -> list[tuple[TextScores, TurboQuantCache | SimulatedCache]]:
     """Score settings in lockstep with one exact cache; all windows are rows of one batch.
 
     Args:
@@ -42,7 +49,7 @@ def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Prog
         settings: one of `lockstep_batches`.
 
     Returns:
-        One flat dict a setting, see `_quality` and `_memory`.
+        Each setting's scores, and its cache at the end.
 
     Raises:
         ValueError: a setting has no layout in this model, or the windows are too short for it to pack anything.
@@ -58,11 +65,15 @@ def measure(model: Any, ids: Tensor, settings: Sequence[Setting], progress: Prog
     caches = [setting.new_cache(model.config) for setting in settings]
     chunks = text_chunks(ids.shape[1], settings[0].config)
     exact = DynamicCache(config=model.config)
-    scores = score_texts(model, ids, exact, caches, chunks, progress)
-    return [_quality(scored, ids.shape[1]) | _memory(cache, ids.numel()) for scored, cache in zip(scores, caches)]
+    return list(zip(score_texts(model, ids, exact, caches, chunks, progress), caches))
 
 
-def _quality(scores: TextScores, length: int) -> Result:
+def summary(scores: TextScores, cache: TurboQuantCache | SimulatedCache, ids: Tensor) -> Result:
+    """A flat dict, see `quality` and `_memory`."""
+    return quality(scores, ids.shape[1]) | _memory(cache, ids.numel())
+
+
+def quality(scores: TextScores, length: int) -> Result:
     """Perplexities and distances over the positions that read packed pages.
 
     `kl_by_text` is the mean of each text. `kl_second_half` is that of each text's second half: the same positions in all
@@ -72,14 +83,14 @@ def _quality(scores: TextScores, length: int) -> Result:
     kl = scores.kl.double()
     nll_exact, nll_packed = (nll[:, :-1].double().mean(1) for nll in (scores.nll_exact, scores.nll_packed))
     exact, packed = nll_exact.mean().item(), nll_packed.mean().item()
-    delta_error = _standard_error(nll_packed - nll_exact)
+    delta_error = standard_error(nll_packed - nll_exact)
     return {
         "ppl_exact": math.exp(exact),
         "ppl_packed": math.exp(packed),
         "ppl_delta_percent": 100 * math.expm1(packed - exact),
         "ppl_delta_stderr": None if delta_error is None else 100 * math.exp(packed - exact) * delta_error,
         "kl": kl.mean().item(),
-        "kl_stderr": _standard_error(kl.mean(1)),
+        "kl_stderr": standard_error(kl.mean(1)),
         "kl_by_text": kl.mean(1).tolist(),
         "kl_second_half": kl[:, -(length // 2) :].mean().item(),
         "kl_p99": kl.flatten().kthvalue(max(1, math.ceil(0.99 * kl.numel()))).values.item(),
@@ -88,7 +99,7 @@ def _quality(scores: TextScores, length: int) -> Result:
     }
 
 
-def _standard_error(per_text: Tensor) -> float | None:
+def standard_error(per_text: Tensor) -> float | None:
     """Of the mean over texts, [texts]."""
     return (per_text.std() / math.sqrt(len(per_text))).item() if len(per_text) > 1 else None
 

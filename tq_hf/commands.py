@@ -106,9 +106,9 @@ def versions() -> dict[str, str]:
     return found | {"tq_hf_code": code_fingerprint()}
 
 
-def code_fingerprint() -> str:
-    """12 hex digits that change with this package's source: which code a result was measured with."""
-    folder = Path(__file__).parent
+def code_fingerprint(folder: Path = Path(__file__).parent) -> str:
+    """12 hex digits that change with the source in a folder, this package's by default: which code a result was measured
+    with."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())

@@ -150,7 +150,8 @@ def score_texts(
         model: a causal language model of transformers.
         input_ids: int64 [texts, length], on the model's device, without padding.
         exact: an empty cache to compare with, such as `DynamicCache(config=model.config)`.
-        packed: empty caches, all of which `chunks` fits: `TurboQuantCache`, or what has its `report()`.
+        packed: empty caches, all of which `chunks` fits. Those with a `report()`, as `TurboQuantCache` has, must have
+            packed something after the first chunk.
         chunks: from `text_chunks`.
         progress: called with the number of tokens done, over all texts and packed caches, after each chunk.
 
@@ -176,7 +177,7 @@ def score_texts(
             logits = model(chunk, use_cache=True, **{argument: cache}).logits
             if start:
                 _compare(reference, logits, following[:, start:end], scored[:, :, start - first : end - first])
-            elif not cache.report().packed_tokens:
+            elif hasattr(cache, "report") and not cache.report().packed_tokens:
                 raise ValueError(f"no page is packed after {first} tokens: nothing could be measured.")
             del logits  # before the next ones are made: they are the largest tensors
         if progress is not None:

@@ -10,9 +10,13 @@ from torch import Tensor
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Tensors in `value`: itself, or what its lists, tuples and dicts hold."""
+    """Tensors in `value`: itself (what it is made of, if it wraps others), or what its lists, tuples and dicts hold."""
     if isinstance(value, Tensor):
-        yield value
+        if hasattr(value, "__tensor_flatten__"):  # a subclass without a storage of its own, as quantized weights are
+            for name in value.__tensor_flatten__()[0]:
+                yield from tensors_of(getattr(value, name))
+        else:
+            yield value
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_of(item)

@@ -1,0 +1,101 @@
+"""The other caches that `compare` measures, under one interface: how to make one, and how much of it is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig, QuantizedCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+RESIDUAL_LENGTH = 128  # tokens that transformers' QuantizedCache keeps exact, at most: its default
+FP8 = torch.float8_e4m3fn
+
+
+class Fp8CastLayer(DynamicLayer):
+    """Keys and values cast to fp8 (e4m3, saturating), and back to the model's dtype whenever they are read."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        dtype = key_states.dtype
+        stored = super().update(_as_bytes(key_states), _as_bytes(value_states), *args, **kwargs)
+        key, value = (each.view(FP8).to(dtype) for each in stored)
+        return key, value
+
+
+def _as_bytes(states: Tensor) -> Tensor:
+    """fp8 as uint8, which all tensor operations know."""
+    most = torch.finfo(FP8).max
+    return states.clamp(-most, most).to(FP8).view(torch.uint8)
+
+
+class Fp8CastCache(Cache):
+    """`DynamicCache` with its full-attention layers in fp8."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        layers = DynamicCache(config=config).layers
+        super().__init__(layers=[Fp8CastLayer() if type(layer) is DynamicLayer else layer for layer in layers])
+
+
+@dataclass(frozen=True)
+class OtherCache:
+    """A cache of `compare` that is not this project's.
+
+    Attributes:
+        name: unique.
+        make: an empty cache for a model's config.
+        chunk: tokens that can be fed at once behind a prompt, so that each reads what it would read if fed alone.
+        needs: a package that it needs besides transformers, and what pip calls it.
+    """
+
+    name: str
+    make: Callable[[PretrainedConfig], Any]
+    chunk: int = RESIDUAL_LENGTH
+    needs: tuple[str, str] | None = None
+
+    def missing(self) -> str | None:
+        """Why it cannot be made here; None: it can."""
+        if self.needs is not None and not _is_there(self.needs[0]):
+            return f"{self.needs[1]} is not installed: pip install {self.needs[1]}"
+        return None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that the module would lie in
+        return False
+
+
+def _quantized(backend: str, **options: Any) -> Callable[[PretrainedConfig], Any]:
+    return lambda config: QuantizedCache(backend, config, **options)
+
+
+QUANTO, HQQ = ("optimum.quanto", "optimum-quanto"), ("hqq", "hqq")
+DYNAMIC = "DynamicCache"
+OTHERS = {
+    each.name: each
+    for each in (
+        OtherCache(DYNAMIC, lambda config: DynamicCache(config=config)),
+        OtherCache("fp8 cast", Fp8CastCache),
+        OtherCache("QuantizedCache fp8", _quantized("fp8")),
+        OtherCache("QuantizedCache quanto, 4 bits", _quantized("quanto", nbits=4), needs=QUANTO),
+        OtherCache("QuantizedCache quanto, 2 bits", _quantized("quanto", nbits=2), needs=QUANTO),
+        OtherCache("QuantizedCache hqq, 4 bits", _quantized("hqq", nbits=4, axis_key=1, axis_value=1), needs=HQQ),
+        OtherCache("QuantizedCache hqq, 2 bits", _quantized("hqq", nbits=2, axis_key=1, axis_value=1), needs=HQQ),
+    )
+}
+
+
+def quantized_share(cache: Any) -> float:
+    """The share of tokens that the cache holds quantized, in its first layer that quantizes; 0 if none does."""
+    for layer in cache.layers:
+        if isinstance(layer, Fp8CastLayer):
+            return 1.0
+        if getattr(layer, "_quantized_keys", None) is not None:
+            exact = layer.keys.shape[-2] if layer.keys.ndim == 4 else 0
+            return 1 - exact / layer.get_seq_length()
+    return 0.0

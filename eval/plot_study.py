@@ -1,0 +1,123 @@
+"""The studies' plots, from their results: a panel a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .measures.base import EXACT, Result, measured, title
+from .measures.needle import by_setting, grid
+from .other_caches import OTHERS
+from .plotting import figure_of, save
+from .stored import StoredResults
+
+
+def draw(kind: str, results: Sequence[StoredResults], out: Path) -> Path:
+    """Write `out`/KIND.png.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    path = out / f"{kind}.png"
+    save(DRAWN[kind](results), path)
+    return path
+
+
+def _curves(results: Sequence[StoredResults]) -> Any:
+    """KL, change of perplexity and disagreement over positions: a row a model, a column a measure."""
+    figure, axes = figure_of(len(results), 3)
+    columns: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
+        ("KL(exact ‖ packed), nats", lambda point: point["kl"]),
+        ("change of perplexity, %", _change),
+        ("another likeliest token, %", lambda point: 100 * (1 - point["top1"])),
+    )
+    for found, row in zip(results, axes):
+        for panel, (label, value) in zip(row, columns):
+            for name, entry in measured(found).items():
+                points = [(point["to"], value(point)) for point in entry["curve"]]
+                points = [(x, y) for x, y in points if y is not None]
+                panel.plot([x for x, _ in points], [y for _, y in points], marker=".", linewidth=1, label=name)
+            panel.set_title(title(found), fontsize=10)
+            panel.set_xlabel("position")
+            panel.set_ylabel(label)
+            if "change" not in label:
+                panel.set_yscale("log")
+            panel.grid(which="major", linewidth=0.3)
+        row[0].legend(fontsize=6, frameon=False)
+    return figure
+
+
+def _change(point: Result) -> float | None:
+    if point["ppl_exact"] is None:
+        return None
+    return float(100 * (point["ppl_packed"] / point["ppl_exact"] - 1))
+
+
+def _bars(results: Sequence[StoredResults]) -> Any:
+    """Exact match with standard errors, and a line at bf16's."""
+    figure, axes = figure_of(1, len(results))
+    for found, panel in zip(results, axes[0]):
+        entries = measured(found)
+        heights = [100 * entry["exact_match"] for entry in entries.values()]
+        errors = [100 * entry["stderr"] for entry in entries.values()]
+        panel.bar(list(entries), heights, yerr=errors, color="#3a6ea5", capsize=3)
+        if EXACT in entries:
+            panel.axhline(100 * entries[EXACT]["exact_match"], color="grey", linewidth=0.8, linestyle=":")
+        panel.tick_params(axis="x", rotation=75, labelsize=7)
+        panel.set_title(title(found), fontsize=10)
+        panel.set_ylabel("exact match, %")
+    return figure
+
+
+def _heatmaps(results: Sequence[StoredResults]) -> Any:
+    """The share of needles found, by depth and length: a row a model, a column a setting."""
+    columns = list(dict.fromkeys(name for found in results for name in by_setting(found)))
+    figure, axes = figure_of(len(results), max(1, len(columns)), size=(2.6, 2.8))
+    for found, row in zip(results, axes):
+        settings = by_setting(found)
+        for panel, name in zip(row, columns):
+            if name not in settings:
+                panel.set_axis_off()
+                continue
+            lengths = sorted(settings[name])
+            cells = grid(settings[name], lengths)
+            panel.imshow(cells, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, extent=(0, len(lengths), 100, 0))
+            panel.set_xticks([i + 0.5 for i in range(len(lengths))], [_short(n) for n in lengths], fontsize=7)
+            panel.set_title(f"{name}\n{title(found)}", fontsize=7)
+        row[0].set_ylabel("depth, %")
+    return figure
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _scatter(results: Sequence[StoredResults]) -> Any:
+    """KL and tokens a second against bytes."""
+    figure, axes = figure_of(len(results), 2)
+    for found, row in zip(results, axes):
+        for panel, (key, label) in zip(row, (("kl", "KL, nats"), ("tokens_per_s", "tokens/s"))):
+            for name, entry in measured(found).items():
+                if not entry[key]:  # the exact cache's KL has no place on a logarithmic axis
+                    continue
+                color = "#b23a48" if name in OTHERS else "#0b6e4f"
+                panel.plot(entry["bytes"] / 2**20, entry[key], "o", color=color, markersize=5)
+                at = (entry["bytes"] / 2**20, entry[key])
+                panel.annotate(name, at, textcoords="offset points", xytext=(4, 3), fontsize=6, color=color)
+            if key == "kl":
+                panel.set_yscale("log")
+            panel.set_title(title(found), fontsize=10)
+            panel.set_xlabel("MiB")
+            panel.set_ylabel(label)
+            panel.grid(which="major", linewidth=0.3)
+    return figure
+
+
+DRAWN: dict[str, Callable[[Sequence[StoredResults]], Any]] = {
+    "perplexity": _curves,
+    "longctx": _curves,
+    "gsm8k": _bars,
+    "needle": _heatmaps,
+    "compare": _scatter,
+}
