@@ -27,8 +27,8 @@ from tq_hf.commands import Loaded, Parser, RequestError, choose_device, load, se
 
 from .bos import BOS_CHOICES, starts_with_bos
 from .isolated import measure_apart
+from .measures.scoring import Result, lockstep_batches, measure
 from .results import TABLE_NAME, ModelResults, read_all, table
-from .scoring import Result, lockstep_batches, measure
 from .settings import GROUPS, Setting, select
 from .text import fingerprint, read_text, windows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .measures.base import EXACT, Result, measured, title
 from .measures.needle import by_setting, grid
-from .other_caches import OTHERS
+from .measures.other_caches import OTHERS
 from .plotting import figure_of, save
 from .stored import StoredResults
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from eval import ablation, results, settings, simulated_cache
+from eval.measures.scoring import lockstep_batches, measure
 from eval.outlier_split import Split, bytes_per_token
-from eval.scoring import lockstep_batches, measure
 from eval.settings import Setting
 from eval.text import read_text, windows
 from tests import tiny_models

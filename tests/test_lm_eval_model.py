@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests import tiny_models
+from tests.word_model import DATA, save_word_model, words
 from tq_hf import PRESETS, cli
 
 lm_eval = pytest.importorskip("lm_eval", reason="only the extra `eval` installs lm-eval")
@@ -28,33 +27,15 @@ from tq_hf import lm_eval_model  # noqa: E402
 from tq_hf.cache_usage import CacheUsage  # noqa: E402
 from tq_hf.lm_eval_model import TurboQuantLM  # noqa: E402
 
-DATA = Path(__file__).parent / "data" / "lm_eval"
 LOCAL = Path(__file__).parents[1] / "eval" / "tasks"
 TASKS = ["tq_arithmetic", "tq_arithmetic_choice", "tq_prose"]
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"  # noqa: E501
-
-
-def words() -> list[str]:
-    """What the tasks' texts are made of."""
-    text = " ".join(path.read_text(encoding="utf-8") for path in sorted(DATA.glob("*.jsonl")))
-    return sorted({word for word in re.findall(r"\w+|[^\w\s]+", text) if word.isascii()})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model folder: a tiny Llama in float32 with far-apart logits, and a tokenizer with one token a word."""
     path = tmp_path_factory.mktemp("model")
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "Question", "Answer", ":", *words()])}
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(path)
-    model = tiny_models.tiny_model(
-        vocab_size=len(vocabulary), num_hidden_layers=2, head_dim=32, max_position_embeddings=2048, initializer_range=0.2,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model.save_pretrained(path)
+    save_word_model(path)
     return str(path)
 
 

@@ -21,11 +21,11 @@ from tq_hf.scoring_mode import tokens_in_pages
 
 from ..bos import starts_with_bos
 from ..data import wikitext
-from ..other_caches import DYNAMIC, OTHERS, OtherCache, quantized_share
 from ..results import markdown
 from ..stored import StoredResults
 from ..text import fingerprint, windows
 from .base import Cell, Result, Study, measured, title
+from .other_caches import DYNAMIC, OTHERS, OtherCache, quantized_share
 from .text_quality import PerplexityOptions
 
 WARM_UP_TOKENS = 4

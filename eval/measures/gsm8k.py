@@ -18,11 +18,11 @@ from tq_hf.commands import RequestError
 from tq_hf.comparison import Progress
 
 from ..data import GSM8K, require_files
-from ..mcnemar import mcnemar
 from ..results import described, markdown
 from ..settings import OWN
 from ..stored import StoredResults
 from .base import EXACT, Cell, Result, Study, measured, title
+from .mcnemar import mcnemar
 from .text_quality import AS_PUBLISHED
 
 TASKS = Path(__file__).parents[1] / "tasks"

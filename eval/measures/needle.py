@@ -22,11 +22,11 @@ from tq_hf.comparison import Progress, cache_argument
 from tq_hf.scoring_mode import tokens_in_pages
 
 from ..bos import starts_with_bos
-from ..haystack import KEEPERS, SEED, entries, needles, question, statement
 from ..results import described, markdown
 from ..settings import OWN
 from ..stored import StoredResults
 from .base import EXACT, Cell, Result, Study, measured, title
+from .haystack import KEEPERS, SEED, entries, needles, question, statement
 from .text_quality import AS_PUBLISHED, PerplexityOptions
 
 QUESTION_TOKENS = 64  # of each length, kept free for the question and its answer

@@ -19,11 +19,11 @@ from tq_hf.comparison import Progress, TextScores
 from ..bos import BOS_CHOICES, starts_with_bos
 from ..data import wikitext
 from ..results import described, markdown
-from ..scoring import lockstep_batches, score, standard_error, summary
 from ..settings import OWN, PUBLISHED
 from ..stored import StoredResults
 from ..text import fingerprint, windows
 from .base import Cell, Result, Study, measured, title
+from .scoring import lockstep_batches, score, standard_error, summary
 
 AS_PUBLISHED = tuple(f"{name}, as published" for name in PUBLISHED)
 

@@ -14,9 +14,9 @@ from tq_hf.chunks import text_chunks
 from tq_hf.comparison import Progress, TextScores, score_texts
 from tq_hf.layout import PageLayout
 
-from . import simulated_cache
-from .settings import Setting
-from .simulated_cache import SimulatedCache
+from .. import simulated_cache
+from ..settings import Setting
+from ..simulated_cache import SimulatedCache
 
 Result = dict[str, Any]
 
