@@ -394,7 +394,7 @@ def test_fp8_is_a_plain_cast_however_tokens_come(tiny_model: Any) -> None:
 
 
 def test_chunks_read_what_single_tokens_would_in_transformers_own_cache(tiny_model: Any) -> None:
-    """`OtherCache.chunk`, with a rounding quantizer in the place of a backend that is not installed here."""
+    """`other_chunks`, with a rounding quantizer in the place of a backend that is not installed here."""
     from transformers.cache_utils import QuantizedLayer
 
     class Rounded(QuantizedLayer):
@@ -410,9 +410,11 @@ def test_chunks_read_what_single_tokens_would_in_transformers_own_cache(tiny_mod
         return made
 
     ids, argument = torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(0)), cache_argument(tiny_model)
+    chunks = other_caches.other_chunks(30, 90, residual=16)
+    assert chunks == [(0, 30), (30, 45), (45, 46), (46, 61), (61, 62), (62, 77), (77, 78), (78, 90)]
     chunked, single = cache(), cache()
     with torch.no_grad():
-        a = [tiny_model(part, **{argument: chunked}).logits for part in ids.split([30, 16, 16, 16, 12], 1)]
+        a = [tiny_model(part, **{argument: chunked}).logits for part in [ids[:, i:j] for i, j in chunks]]
         b = [tiny_model(part, **{argument: single}).logits for part in ids.split([30, *[1] * 60], 1)]
     torch.testing.assert_close(torch.cat(a, 1), torch.cat(b, 1), rtol=1e-3, atol=1e-3)
     assert other_caches.quantized_share(chunked) == pytest.approx(78 / 90)

@@ -25,7 +25,7 @@ from ..results import markdown
 from ..stored import StoredResults
 from ..text import fingerprint, windows
 from .base import Cell, Result, Study, measured, title
-from .other_caches import DYNAMIC, OTHERS, OtherCache, quantized_share
+from .other_caches import DYNAMIC, OTHERS, OtherCache, other_chunks, quantized_share
 from .text_quality import PerplexityOptions
 
 WARM_UP_TOKENS = 4
@@ -97,8 +97,7 @@ class Compare(Study):
         model, options = self.loaded.model, self.options
         model.set_attn_implementation(ATTENTION_NAME)  # torch's SDPA for all that does not come packed
         prompt = self.ids[:, : options.prompt]
-        if prompt.is_cuda:  # kernels are compiled at their first call
-            generate_timed(model, prompt, self._new_cache(cell), WARM_UP_TOKENS)
+        generate_timed(model, prompt, self._new_cache(cell), WARM_UP_TOKENS)  # kernels are compiled at their first call
         cache = self._new_cache(cell)
         run = generate_timed(model, prompt, cache, options.new_tokens, progress)
         size, share = cache_nbytes(cache), self._share(cell, cache)
@@ -137,8 +136,7 @@ class Compare(Study):
         if cell.subject is None:
             chunks = text_chunks(length, PRESETS[cell.name], positions=scored)
         else:
-            starts = [0, *range(length - scored, length, cell.subject.chunk)]
-            chunks = list(zip(starts, [*starts[1:], length]))
+            chunks = other_chunks(length - scored, length)
         exact = DynamicCache(config=model.config)
         (scores,) = score_texts(model, self.ids, exact, [self._new_cache(cell)], chunks, progress)
         kl, same = scores.kl[:, -scored:].double(), scores.same[:, -scored:].double()

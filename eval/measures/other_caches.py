@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig, QuantizedCache
+from transformers import DynamicCache, PretrainedConfig, QuantizedCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer
 
 RESIDUAL_LENGTH = 128  # tokens that transformers' QuantizedCache keeps exact, at most: its default
@@ -47,20 +48,22 @@ class OtherCache:
     Attributes:
         name: unique.
         make: an empty cache for a model's config.
-        chunk: tokens that can be fed at once behind a prompt, so that each reads what it would read if fed alone.
-        needs: a package that it needs besides transformers, and what pip calls it.
+        missing: why it cannot be made here; None: it can.
     """
 
     name: str
     make: Callable[[PretrainedConfig], Any]
-    chunk: int = RESIDUAL_LENGTH
-    needs: tuple[str, str] | None = None
+    missing: Callable[[], str | None] = lambda: None
 
-    def missing(self) -> str | None:
-        """Why it cannot be made here; None: it can."""
-        if self.needs is not None and not _is_there(self.needs[0]):
-            return f"{self.needs[1]} is not installed: pip install {self.needs[1]}"
+
+def _package(module: str, name: str) -> Callable[[], str | None]:
+    return lambda: None if _is_there(module) else f"{name} is not installed: pip install {name}"
+
+
+def _newer_transformers() -> str | None:
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):
         return None
+    return f"transformers {transformers.__version__} has no fp8 backend: later releases do"
 
 
 def _is_there(module: str) -> bool:
@@ -74,20 +77,33 @@ def _quantized(backend: str, **options: Any) -> Callable[[PretrainedConfig], Any
     return lambda config: QuantizedCache(backend, config, **options)
 
 
-QUANTO, HQQ = ("optimum.quanto", "optimum-quanto"), ("hqq", "hqq")
+QUANTO, HQQ = _package("optimum.quanto", "optimum-quanto"), _package("hqq", "hqq")
 DYNAMIC = "DynamicCache"
 OTHERS = {
     each.name: each
     for each in (
         OtherCache(DYNAMIC, lambda config: DynamicCache(config=config)),
         OtherCache("fp8 cast", Fp8CastCache),
-        OtherCache("QuantizedCache fp8", _quantized("fp8")),
-        OtherCache("QuantizedCache quanto, 4 bits", _quantized("quanto", nbits=4), needs=QUANTO),
-        OtherCache("QuantizedCache quanto, 2 bits", _quantized("quanto", nbits=2), needs=QUANTO),
-        OtherCache("QuantizedCache hqq, 4 bits", _quantized("hqq", nbits=4, axis_key=1, axis_value=1), needs=HQQ),
-        OtherCache("QuantizedCache hqq, 2 bits", _quantized("hqq", nbits=2, axis_key=1, axis_value=1), needs=HQQ),
+        OtherCache("QuantizedCache fp8", _quantized("fp8"), missing=_newer_transformers),
+        OtherCache("QuantizedCache quanto, 4 bits", _quantized("quanto", nbits=4), missing=QUANTO),
+        OtherCache("QuantizedCache quanto, 2 bits", _quantized("quanto", nbits=2), missing=QUANTO),
+        OtherCache("QuantizedCache hqq, 4 bits", _quantized("hqq", nbits=4, axis_key=1, axis_value=1), missing=HQQ),
+        OtherCache("QuantizedCache hqq, 2 bits", _quantized("hqq", nbits=2, axis_key=1, axis_value=1), missing=HQQ),
     )
 }
+
+
+def other_chunks(prompt: int, length: int, residual: int = RESIDUAL_LENGTH) -> list[tuple[int, int]]:
+    """Cut a text so that each token behind a prompt reads what it would read if fed alone: [(start, end), ...].
+
+    transformers' `QuantizedCache` quantizes everything with the token that fills its `residual` exact ones; some releases
+    count only one new token however many come, so that it has to come alone.
+    """
+    ends = {prompt, length}
+    for start in range(prompt, length, residual):
+        ends |= {start + residual - 1, start + residual}
+    cuts = sorted(end for end in ends if end <= length)
+    return list(zip([0, *cuts], cuts))
 
 
 def quantized_share(cache: Any) -> float:
