@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .measures.base import EXACT, Result, measured, title
+from .measures.gsm8k import FILTERS
 from .measures.needle import by_setting, grid
 from .measures.other_caches import OTHERS
 from .plotting import figure_of, save
@@ -58,15 +59,15 @@ def _bars(results: Sequence[StoredResults]) -> Any:
     """Exact match with standard errors, and a line at bf16's."""
     figure, axes = figure_of(1, len(results))
     for found, panel in zip(results, axes[0]):
-        entries = measured(found)
-        heights = [100 * entry["exact_match"] for entry in entries.values()]
-        errors = [100 * entry["stderr"] for entry in entries.values()]
-        panel.bar(list(entries), heights, yerr=errors, color="#3a6ea5", capsize=3)
-        if EXACT in entries:
-            panel.axhline(100 * entries[EXACT]["exact_match"], color="grey", linewidth=0.8, linestyle=":")
+        shown = {name: entry[FILTERS[0]] for name, entry in measured(found).items()}
+        heights = [100 * answers["exact_match"] for answers in shown.values()]
+        errors = [100 * answers["stderr"] for answers in shown.values()]
+        panel.bar(list(shown), heights, yerr=errors, color="#3a6ea5", capsize=3)
+        if EXACT in shown:
+            panel.axhline(100 * shown[EXACT]["exact_match"], color="grey", linewidth=0.8, linestyle=":")
         panel.tick_params(axis="x", rotation=75, labelsize=7)
         panel.set_title(title(found), fontsize=10)
-        panel.set_ylabel("exact match, %")
+        panel.set_ylabel(f"exact match ({FILTERS[0]}), %")
     return figure
 
 

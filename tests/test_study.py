@@ -19,6 +19,7 @@ from eval.measures.haystack import needles, question, statement
 from eval.measures.mcnemar import Paired, mcnemar
 from eval.measures.text_quality import curve
 from eval.settings import Setting
+from eval.stored import StoredResults
 from eval.study_config import FOLDER
 from tests.word_model import DATA, save_word_model
 from tq_hf import TurboQuantCache
@@ -64,7 +65,9 @@ def require(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STUDIES)
-def test_a_study_runs_and_is_resumed(kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_runs_and_is_resumed(
+    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     require(kind)
     assert study.main(arguments(place, kind, tmp_path, "--part", "2/2")) == 0
     some = stored(tmp_path, kind)["cells"]
@@ -194,7 +197,7 @@ def test_what_is_no_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         ("longctx", {"around": 201}, "the first at least `around`"),
         ("needle", {"depths": 17}, "depths: 17 is not possible: expected at most 16"),
         ("needle", {"lengths": [64]}, "lengths: 64 is not possible"),
-        ("gsm8k", {"answer": "loud"}, "answer: 'loud' is unknown"),
+        ("gsm8k", {"shots": 0}, "shots: 0 is not possible"),
         ("compare", {"caches": ["StaticCache"]}, "caches: 'StaticCache' is unknown: expected one of DynamicCache"),
         ("compare", {"new_tokens": 1}, "expected at least 2"),
     ],
@@ -208,9 +211,7 @@ def test_options_out_of_range_are_one_line(
     assert line.startswith("error: ") and message in line
 
 
-def test_a_folder_without_the_data_is_one_line(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_the_data_is_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(arguments(place, "perplexity", tmp_path, "--data-dir", str(tmp_path))) == 2
     assert "has no wikitext2_raw/wikitext2_test_pages.jsonl" in capsys.readouterr().err
 
@@ -330,15 +331,32 @@ def test_answers_are_those_of_lm_eval(place: Path, tmp_path: Path, monkeypatch: 
     found = stored(tmp_path, "gsm8k")
     assert found["run"]["seeds"] == gsm8k.SEEDS and found["run"]["questions"] == 3
     for entry in found["cells"].values():
-        assert len(entry["right"]) == len(entry["answers"]) == entry["questions"] == 3
-        assert entry["exact_match"] == sum(entry["right"]) / 3
+        for name in gsm8k.FILTERS:
+            assert len(entry[name]["right"]) == len(entry[name]["answers"]) == 3
+            assert entry[name]["exact_match"] == sum(entry[name]["right"]) / 3
     assert found["cells"]["tq4"]["mode"] == "decode" and found["cells"][PUBLISHED]["mode"] == "packed"
+
+
+def test_the_table_pairs_each_setting_with_bf16() -> None:
+    def entry(right: list[int]) -> dict[str, Any]:
+        answers = {"exact_match": sum(right) / 8, "stderr": 0.1, "right": right}
+        return dict.fromkeys(gsm8k.FILTERS, answers) | {"packed_share": 0.9, "cache_ratio": 3.5}
+
+    cells = {"bf16": entry([1] * 7 + [0]), "tq2": entry([1, 0, 0, 0, 0, 0, 0, 1])}
+    run = {"model": "some/tiny", "questions": 8, "shots": 5}
+    tables = gsm8k.GSM8KStudy.tables([StoredResults(Path("x"), run, cells)])
+    assert list(tables) == [f"tiny, the first 8 questions, 5-shot, greedy, {name}" for name in gsm8k.FILTERS]
+    # 6 lost and 1 gained: 2 · (1 + 7) / 128.
+    assert (
+        "| tq2 | 25.00 ± 10.00 | 6 | 1 | 0.125 | 3.50 | 90 |"
+        in tables["tiny, the first 8 questions, 5-shot, greedy, strict-match"]
+    )
 
 
 def test_an_accuracys_error_is_that_of_lm_eval() -> None:
     """lm-eval's `mean_stderr`: the sample's standard deviation over √n; of 1 1 1 0 it is 0.5 / 2."""
-    assert gsm8k.standard_error_of_share([True, True, True, False]) == pytest.approx(0.25)
-    assert gsm8k.standard_error_of_share([True]) == 0.0
+    assert gsm8k.standard_error_of_share([1, 1, 1, 0]) == pytest.approx(0.25)
+    assert gsm8k.standard_error_of_share([1]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -354,15 +372,15 @@ def test_an_accuracys_error_is_that_of_lm_eval() -> None:
     ],
 )
 def test_mcnemar_is_the_exact_binomial_test(lost: int, gained: int, p: float) -> None:
-    first = [True] * lost + [False] * gained + [True, True, False]
-    second = [False] * lost + [True] * gained + [True, True, False]
+    first = [1] * lost + [0] * gained + [1, 1, 0]
+    second = [0] * lost + [1] * gained + [1, 1, 0]
     assert mcnemar(first, second) == Paired(lost, gained, p)
     assert mcnemar(second, first) == Paired(gained, lost, p)
 
 
 def test_only_the_same_questions_can_be_paired() -> None:
     with pytest.raises(ValueError, match="2 and 3 answers cannot be paired"):
-        mcnemar([True, False], [True, False, True])
+        mcnemar([1, 0], [1, 0, 1])
 
 
 def test_compare_measures_all_on_the_same_positions(place: Path, tmp_path: Path) -> None:
@@ -409,7 +427,10 @@ def test_chunks_read_what_single_tokens_would_in_transformers_own_cache(tiny_mod
         made.layers = [Rounded(residual_length=16) for _ in made.layers]
         return made
 
-    ids, argument = torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(0)), cache_argument(tiny_model)
+    ids, argument = (
+        torch.randint(3, 99, (1, 90), generator=torch.Generator().manual_seed(0)),
+        cache_argument(tiny_model),
+    )
     chunks = other_caches.other_chunks(30, 90, residual=16)
     assert chunks == [(0, 30), (30, 45), (45, 46), (46, 61), (61, 62), (62, 77), (77, 78), (78, 90)]
     chunked, single = cache(), cache()
@@ -440,6 +461,8 @@ def test_backends_that_are_not_installed_are_named(
 
 def test_a_cache_that_quantizes_nothing_is_an_error(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.yaml"
-    path.write_text(yaml.safe_dump({"study": "compare", "prompt": 100, "new_tokens": 2, "scored": 150, "caches": ["tq4"]}))
+    path.write_text(
+        yaml.safe_dump({"study": "compare", "prompt": 100, "new_tokens": 2, "scored": 150, "caches": ["tq4"]})
+    )
     assert study.main([str(path), *arguments(place, "compare", tmp_path)[1:]]) == 1
     assert "quantized none of 101 tokens" in stored(tmp_path, "compare")["cells"]["tq4"]["error"]

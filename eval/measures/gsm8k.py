@@ -27,28 +27,20 @@ from .text_quality import AS_PUBLISHED
 
 TASKS = Path(__file__).parents[1] / "tasks"
 ALL = 1319  # questions of the test set
+FILTERS = ("strict-match", "flexible-extract")  # the answer behind "####", and the last number
 # lm-eval's own defaults, said here because results depend on them: the few-shot examples are drawn with the last one.
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 
 
 @dataclass(frozen=True)
 class GSM8KOptions:
-    """The first `questions` of the test set, after `shots` examples each; greedy, up to `new_tokens`.
-
-    `answer`: the filter whose answer counts; `strict-match` wants it behind `####`, `flexible-extract` takes the last
-    number.
-    """
+    """The first `questions` of the test set, after `shots` examples each; greedy, up to `new_tokens`."""
 
     settings: tuple[str, ...] = (EXACT, *OWN, *AS_PUBLISHED)
     questions: int = ALL
     shots: int = 5
     new_tokens: int = 256
     batch: int = 64
-    answer: str = "strict-match"
-
-    def __post_init__(self) -> None:
-        if self.answer not in ("strict-match", "flexible-extract"):
-            raise ValueError(f"answer: {self.answer!r} is unknown: expected strict-match or flexible-extract.")
 
 
 class GSM8KStudy(Study):
@@ -76,7 +68,6 @@ class GSM8KStudy(Study):
             "questions": options.questions,
             "shots": options.shots,
             "new_tokens": options.new_tokens,
-            "answer": options.answer,
             "seeds": SEEDS,
         }
 
@@ -107,17 +98,7 @@ class GSM8KStudy(Study):
                 **SEEDS,
             )
         progress(options.questions)
-        samples = [each for each in outcome["samples"][self.task] if each["filter"] == options.answer]
-        samples.sort(key=lambda each: each["doc_id"])
-        right = [bool(each["exact_match"]) for each in samples]
-        result = {
-            "exact_match": sum(right) / len(right),
-            "stderr": standard_error_of_share(right),
-            "questions": len(right),
-            "right": [int(each) for each in right],
-            # What was generated, for a look at what a setting gets wrong.
-            "answers": [str(each["filtered_resps"][0]) for each in samples],
-        }
+        result = {name: filtered(outcome["samples"][self.task], name) for name in FILTERS}
         if cell.subject is not None:
             used = model.get_model_info()["tq_hf"]
             result |= {
@@ -143,37 +124,52 @@ class GSM8KStudy(Study):
     @classmethod
     def tables(cls, results: Sequence[StoredResults]) -> dict[str, str]:
         shown = {}
-        head = ["setting", "exact match, %", "lost", "gained", "p (McNemar)", "times smaller", "packed, %"]
         for found in results:
-            entries = measured(found)
-            exact = entries.get(EXACT)
-            rows = []
-            for name, r in entries.items():
-                row = [name, f"{100 * r['exact_match']:.2f} ± {100 * r['stderr']:.2f}"]
-                if name == EXACT or exact is None:
-                    row += ["", "", ""]
-                else:
-                    pair = mcnemar([bool(x) for x in exact["right"]], [bool(x) for x in r["right"]])
-                    row += [str(pair.lost), str(pair.gained), f"{pair.p:.3f}"]
-                packed = "packed_share" in r
-                row += [
-                    f"{r['cache_ratio']:.2f}" if packed else "1",
-                    f"{100 * r['packed_share']:.0f}" if packed else "0",
-                ]
-                rows.append(row)
             run = found.run
             which = f"all {ALL:,}" if run["questions"] >= ALL else f"the first {run['questions']:,}"
-            heading = f"{title(found)}, {which} questions, {run['shots']}-shot, greedy, {run['answer']}"
-            shown[heading] = markdown(head, rows)
+            for name in FILTERS:
+                heading = f"{title(found)}, {which} questions, {run['shots']}-shot, greedy, {name}"
+                shown[heading] = _table(measured(found), name)
         return shown
 
     @staticmethod
     def line(result: Result) -> str:
         share = f"  packed {result['packed_share']:.0%}" if "packed_share" in result else ""
-        return f"exact match {result['exact_match']:.2%} ± {result['stderr']:.2%}{share}"
+        strict = result[FILTERS[0]]
+        return f"exact match {strict['exact_match']:.2%} ± {strict['stderr']:.2%}{share}"
 
 
-def standard_error_of_share(right: Sequence[bool]) -> float:
+def filtered(samples: Sequence[dict[str, Any]], name: str) -> Result:
+    """Which answers are right to one of the task's filters, in the order of the questions, and what they are."""
+    found = sorted((each for each in samples if each["filter"] == name), key=lambda each: each["doc_id"])
+    right = [int(each["exact_match"]) for each in found]
+    return {
+        "exact_match": sum(right) / len(right),
+        "stderr": standard_error_of_share(right),
+        "right": right,
+        "answers": [str(each["filtered_resps"][0]) for each in found],
+    }
+
+
+def _table(entries: dict[str, Result], name: str) -> str:
+    head = ["setting", "exact match, %", "lost", "gained", "p (McNemar)", "times smaller", "packed, %"]
+    rows = []
+    for setting, entry in entries.items():
+        mine = entry[name]
+        row = [setting, f"{100 * mine['exact_match']:.2f} ± {100 * mine['stderr']:.2f}"]
+        if setting == EXACT or EXACT not in entries:
+            row += ["", "", ""]
+        else:
+            pair = mcnemar(entries[EXACT][name]["right"], mine["right"])
+            row += [str(pair.lost), str(pair.gained), f"{pair.p:.3f}"]
+        packed = "packed_share" in entry
+        rows.append(
+            [*row, *([f"{entry['cache_ratio']:.2f}", f"{100 * entry['packed_share']:.0f}"] if packed else ["1", "0"])]
+        )
+    return markdown(head, rows)
+
+
+def standard_error_of_share(right: Sequence[int]) -> float:
     """Standard error of the share of right answers, as lm-eval gives it for a mean: from the sample's variance."""
     n, share = len(right), sum(right) / len(right)
     return sqrt(share * (1 - share) / (n - 1)) if n > 1 else 0.0

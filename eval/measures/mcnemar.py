@@ -22,8 +22,8 @@ class Paired:
     p: float
 
 
-def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Compare right and wrong answers question by question.
+def mcnemar(first: Sequence[int], second: Sequence[int]) -> Paired:
+    """Compare right (1) and wrong (0) answers question by question.
 
     The exact binomial form of McNemar (1947), doi:10.1007/BF02295996: under the hypothesis, the smaller count of the two is
     one tail of Binomial(lost + gained, 1/2), and both tails are alike.
@@ -33,8 +33,8 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Paired:
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} answers cannot be paired: expected the same questions.")
-    lost = sum(a and not b for a, b in zip(first, second))
-    gained = sum(b and not a for a, b in zip(first, second))
+    lost = sum(a > b for a, b in zip(first, second))
+    gained = sum(b > a for a, b in zip(first, second))
     n = lost + gained
     tail = sum(comb(n, i) for i in range(min(lost, gained) + 1))
     return Paired(lost, gained, min(1.0, 2 * tail / 2**n))

@@ -27,7 +27,8 @@ from ..settings import OWN
 from ..stored import StoredResults
 from .base import EXACT, Cell, Result, Study, measured, title
 from .haystack import KEEPERS, SEED, entries, needles, question, statement
-from .text_quality import AS_PUBLISHED, PerplexityOptions
+from .scoring import standard_error
+from .text_quality import AS_PUBLISHED, PerplexityOptions, with_error
 
 QUESTION_TOKENS = 64  # of each length, kept free for the question and its answer
 
@@ -202,9 +203,7 @@ class Needle(Study):
                 row = [name]
                 for length in lengths:
                     r = cells.get(length)
-                    row.append(
-                        "" if r is None else f"{100 * r['found']:.0f} ± {100 * _error(r):.0f} ({r['mean_nats']:.2f})"
-                    )
+                    row.append("" if r is None else _cell(r))
                 rows.append(row)
             count = found.run["depths"] * found.run["repeats"]
             heading = f"{title(found)}: % of {count} needles found, and in brackets -log p of a number in nats"
@@ -239,10 +238,10 @@ def grid(cells: dict[int, Result], lengths: Sequence[int]) -> list[list[float]]:
     ]
 
 
-def _error(result: Result) -> float:
-    """Standard error of the share found, from the texts, whose needles share a prompt; 0 for a single text."""
-    means = [sum(row) / len(row) for row in result["right"]]
-    if len(means) < 2:
-        return 0.0
-    middle = sum(means) / len(means)
-    return math.sqrt(sum((each - middle) ** 2 for each in means) / (len(means) - 1) / len(means))
+def _cell(result: Result) -> str:
+    return f"{100 * result['found']:.0f}{with_error(_error(result), 0)} ({result['mean_nats']:.2f})"
+
+
+def _error(result: Result) -> float | None:
+    """Standard error of the percentage found, from the texts, whose needles share a prompt; None for a single text."""
+    return standard_error(100 * torch.tensor(result["right"], dtype=torch.float64).mean(1))
