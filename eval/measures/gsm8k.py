@@ -162,10 +162,11 @@ def _table(entries: dict[str, Result], name: str) -> str:
         else:
             pair = mcnemar(entries[EXACT][name]["right"], mine["right"])
             row += [str(pair.lost), str(pair.gained), f"{pair.p:.3f}"]
-        packed = "packed_share" in entry
-        rows.append(
-            [*row, *([f"{entry['cache_ratio']:.2f}", f"{100 * entry['packed_share']:.0f}"] if packed else ["1", "0"])]
-        )
+        if "packed_share" in entry:
+            row += [f"{entry['cache_ratio']:.2f}", f"{100 * entry['packed_share']:.0f}"]
+        else:
+            row += ["1", "0"]
+        rows.append(row)
     return markdown(head, rows)
 
 
