@@ -42,7 +42,7 @@ def _curves(results: Sequence[StoredResults]) -> Any:
             panel.set_title(title(found), fontsize=10)
             panel.set_xlabel("position")
             panel.set_ylabel(label)
-            if "change" not in label:
+            if label.startswith("KL"):
                 panel.set_yscale("log")
             panel.grid(which="major", linewidth=0.3)
         row[0].legend(fontsize=6, frameon=False)
@@ -87,6 +87,7 @@ def _heatmaps(results: Sequence[StoredResults]) -> Any:
             panel.set_xticks([i + 0.5 for i in range(len(lengths))], [_short(n) for n in lengths], fontsize=7)
             panel.set_title(f"{name}\n{title(found)}", fontsize=7)
         row[0].set_ylabel("depth, %")
+    figure.supxlabel("tokens; green: all needles found, red: none", fontsize=8)
     return figure
 
 
@@ -105,9 +106,17 @@ def _scatter(results: Sequence[StoredResults]) -> Any:
                 color = "#b23a48" if name in OTHERS else "#0b6e4f"
                 panel.plot(entry["bytes"] / 2**20, entry[key], "o", color=color, markersize=5)
                 at = (entry["bytes"] / 2**20, entry[key])
-                panel.annotate(name, at, textcoords="offset points", xytext=(4, 3), fontsize=6, color=color)
+                panel.annotate(
+                    name.removeprefix("QuantizedCache "),
+                    at,
+                    textcoords="offset points",
+                    xytext=(4, 3),
+                    fontsize=6,
+                    color=color,
+                )
             if key == "kl":
                 panel.set_yscale("log")
+            panel.margins(x=0.2)  # for the names
             panel.set_title(title(found), fontsize=10)
             panel.set_xlabel("MiB")
             panel.set_ylabel(label)

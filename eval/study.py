@@ -118,6 +118,7 @@ def measure_model(study: Study, results: StoredResults, part: tuple[int, int], c
     index, parts = part
     mine = [cell for batch in study.batches(study.cells())[index - 1 :: parts] for cell in batch]
     missing = [cell for cell in mine if not is_there(results, cell)]
+    order = {cell.name: place for place, cell in enumerate(study.cells())}
     failed = 0
     with tqdm(
         total=sum(map(study.work, missing)),
@@ -127,7 +128,8 @@ def measure_model(study: Study, results: StoredResults, part: tuple[int, int], c
     ) as bar:
         for batch in study.batches(missing):
             for cell, result in zip(batch, measure_apart(batch, study.measure, study.work, bar)):
-                results.put(cell.name, {"config": cell.config, "command": command} | result)
+                facts = {"config": cell.config, "order": order[cell.name], "command": command}
+                results.put(cell.name, facts | result)
                 failed += "error" in result
                 bar.write(f"{cell.name:40} {as_line(study, result)}", file=sys.stdout)
     print(f"{study.loaded.name}: {len(missing)} cells measured, {len(mine) - len(missing)} were there already")
@@ -163,15 +165,13 @@ def report(kind: type[Study], out: Path) -> None:
     text += "\nMeasured with:\n\n" + "".join(f"    {command}\n" for command in sorted(commands))
     if failed := failures(found):
         text += f"\nNot in the tables:\n\n{failed}"
-    with locked(out):
+    with locked(out):  # other processes write the same files
         replace_text(out / f"{kind.kind}.md", text)
-    print(f"results in {out}, tables in {out / f'{kind.kind}.md'}")
-    try:
-        path = plot_study.draw(kind.kind, found, out)
-    except ImportError as error:
-        print(f"no plots, which need matplotlib ({first_line(error)}): pip install -e '.[eval]'.", file=sys.stderr)
-    else:
-        print(f"plots in {path}")
+        try:
+            drawn = f"plots in {plot_study.draw(kind.kind, found, out)}"
+        except ImportError as error:
+            drawn = f"no plots, which need matplotlib ({first_line(error)}): pip install -e '.[eval]'"
+    print(f"results in {out}, tables in {out / f'{kind.kind}.md'}, {drawn}")
 
 
 def run(argv: Sequence[str]) -> int:

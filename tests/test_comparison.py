@@ -16,6 +16,7 @@ from tq_hf.comparison import (
     generate_timed,
     logit_agreement,
 )
+from tq_hf.memory import storage_bytes
 
 
 def ids(length: int, seed: int = 0) -> torch.Tensor:
@@ -35,6 +36,27 @@ def test_bytes_count_what_is_allocated_and_each_storage_once(tiny_model: Any) ->
     assert 0 <= counters <= 3 * 64
     cache.layers[0].again = cache.layers[0].keys[:, :, :3]  # a view into memory that is counted already
     assert cache_nbytes(cache) - 3 * 2 * 50 * (32 + 32) * 4 == counters
+
+
+class Wrapping(torch.Tensor):
+    """A tensor without a storage of its own, as quantized weights are."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (1000,), dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    __torch_dispatch__ = None  # nothing is computed with it
+
+
+def test_bytes_of_a_tensor_that_wraps_others_are_theirs() -> None:
+    codes = torch.zeros(50, dtype=torch.uint8)
+    assert storage_bytes({"a": Wrapping(codes), "b": [codes[:10]]}) == 50
 
 
 def test_generation_is_greedy_to_full_length_and_timed(tiny_model: Any) -> None:

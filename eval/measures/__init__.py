@@ -9,6 +9,5 @@ from .needle import Needle
 from .text_quality import LongContext, Perplexity
 
 STUDIES: dict[str, type[Study]] = {
-    study.kind: study
-    for study in (Perplexity, GSM8KStudy, Needle, LongContext, Compare)
+    study.kind: study for study in (Perplexity, GSM8KStudy, Needle, LongContext, Compare)
 }

@@ -116,8 +116,9 @@ class Study(ABC):
 
 
 def measured(results: StoredResults) -> dict[str, Result]:
-    """The entries that did not fail."""
-    return {name: entry for name, entry in results.entries.items() if "error" not in entry and "missing" not in entry}
+    """The entries that did not fail, in the order of the config."""
+    found = sorted(results.entries.items(), key=lambda item: item[1]["order"])
+    return {name: entry for name, entry in found if "error" not in entry and "missing" not in entry}
 
 
 def failures(results: Sequence[StoredResults]) -> str:

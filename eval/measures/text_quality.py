@@ -152,7 +152,11 @@ class TextStudy(Study):
 
 
 class Perplexity(TextStudy):
-    """Perplexity, KL and top-1 agreement, with curves over a window's positions."""
+    """Perplexity, KL and top-1 agreement, with curves over a window's positions.
+
+    A setting counts the positions that read packed pages, from its own first page on; in the second half of the windows all
+    settings count the same.
+    """
 
     kind = "perplexity"
     options_type: ClassVar[type] = PerplexityOptions
@@ -168,7 +172,17 @@ class Perplexity(TextStudy):
     @classmethod
     def tables(cls, results: Sequence[StoredResults]) -> dict[str, str]:
         shown = {}
-        head = ["setting", "bytes", "PPL, exact", "PPL", "change, %", "KL, nats", "top-1, %", "packed, %"]
+        head = [
+            "setting",
+            "bytes",
+            "PPL, exact",
+            "PPL",
+            "change, %",
+            "KL, nats",
+            "KL, second half",
+            "top-1, %",
+            "packed, %",
+        ]
         for found in results:
             rows = []
             for name, r in measured(found).items():
@@ -182,6 +196,7 @@ class Perplexity(TextStudy):
                         f"{r['ppl_packed']:.3f}",
                         change,
                         kl,
+                        f"{r['kl_second_half']:.4f}",
                         f"{100 * r['top1']:.1f}",
                         f"{100 * r['packed_share']:.0f}",
                     ]
