@@ -9,7 +9,7 @@ from typing import Any
 from .measures.base import EXACT, Result, measured, title
 from .measures.gsm8k import FILTERS
 from .measures.needle import by_setting, grid
-from .measures.other_caches import OTHERS
+from .measures.other_caches import DYNAMIC, OTHERS
 from .plotting import figure_of, save
 from .stored import StoredResults
 
@@ -101,7 +101,7 @@ def _scatter(results: Sequence[StoredResults]) -> Any:
     for found, row in zip(results, axes):
         for panel, (key, label) in zip(row, (("kl", "KL, nats"), ("tokens_per_s", "tokens/s"))):
             for name, entry in measured(found).items():
-                if not entry[key]:  # the exact cache's KL has no place on a logarithmic axis
+                if name == DYNAMIC and key == "kl":  # nothing, or next to it, which a logarithmic axis has no place for
                     continue
                 color = "#b23a48" if name in OTHERS else "#0b6e4f"
                 panel.plot(entry["bytes"] / 2**20, entry[key], "o", color=color, markersize=5)
