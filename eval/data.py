@@ -22,10 +22,7 @@ def wikitext(data_dir: Path | None) -> str:
         RequestError: the folder has neither, or what it has cannot be read.
     """
     if data_dir is None:
-        try:
-            return read_text(None)
-        except RequestError as error:
-            raise RequestError(str(error).replace("--text FILE", "--data-dir DIR")) from error
+        return read_text(None, instead="--data-dir DIR")
     if (data_dir / RAW).is_file():
         return read_text(data_dir / RAW)
     require_files(data_dir, PAGES)

@@ -12,6 +12,7 @@ from tq_hf.commands import RequestError, first_line
 
 FOLDER = Path(__file__).parent / "studies"
 Options = TypeVar("Options")
+NAMES = {int: "a whole number", str: "a name"}
 
 
 def find_config(name: str) -> Path:
@@ -68,7 +69,7 @@ def _converted(name: str, value: Any, default: Any, path: Path) -> Any:
             raise RequestError(f"{path}: {name}: {value!r} is not allowed: expected a list.")
         return tuple(_converted(name, item, default[0], path) for item in value)
     if type(value) is not type(default):
-        raise RequestError(f"{path}: {name}: {value!r} is not allowed: expected a {type(default).__name__}.")
+        raise RequestError(f"{path}: {name}: {value!r} is not allowed: expected {NAMES[type(default)]}.")
     if isinstance(value, int) and value < 1:
         raise RequestError(f"{path}: {name}: {value} is not possible: expected at least 1.")
     return value

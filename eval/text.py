@@ -14,8 +14,8 @@ from tq_hf.commands import RequestError, first_line
 DATASET, CONFIGURATION = "Salesforce/wikitext", "wikitext-2-raw-v1"
 
 
-def read_text(path: Path | None) -> str:
-    """A text file, or WikiText-2's raw test set from the hub.
+def read_text(path: Path | None, instead: str = "--text FILE") -> str:
+    """A text file, or WikiText-2's raw test set from the hub; `instead` is what a command takes where there is no hub.
 
     Raises:
         RequestError: the file or the data set cannot be read.
@@ -29,12 +29,12 @@ def read_text(path: Path | None) -> str:
         from datasets import load_dataset
     except ImportError as error:
         raise RequestError(
-            "WikiText-2 comes through `datasets`: pip install -e '.[eval]', or give --text FILE."
+            f"WikiText-2 comes through `datasets`: pip install -e '.[eval]', or give {instead}."
         ) from error
     try:
         rows = load_dataset(DATASET, CONFIGURATION, split="test")["text"]
     except (OSError, ValueError, RuntimeError) as error:
-        raise RequestError(f"{DATASET} could not be loaded: {first_line(error)}. Give --text FILE.") from error
+        raise RequestError(f"{DATASET} could not be loaded: {first_line(error)}. Give {instead}.") from error
     return "".join(row or " \n" for row in rows)  # the data set empties blank lines; this is the published file again
 
 
@@ -54,14 +54,14 @@ def windows(tokenizer: Any, text: str, window: int, tokens: int, starts: bool) -
     """
     rows = tokens // window
     if rows < 1:
-        raise RequestError(f"--tokens {tokens} is less than a window of {window}.")
+        raise RequestError(f"tokens: {tokens} is less than a window of {window}.")
     start = tokenizer.bos_token_id
     if starts and start is None:
-        raise RequestError("--bos always: this model's tokenizer has no BOS token.")
+        raise RequestError("bos: always is not possible: this model's tokenizer has no BOS token.")
     each = window - starts
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     if len(ids) < rows * each:
-        raise RequestError(f"the text has {len(ids)} tokens, too few for {rows} windows of {window}: lower --tokens.")
+        raise RequestError(f"the text has {len(ids)} tokens, too few for {rows} windows of {window}: lower tokens.")
     cut = ids[: rows * each].view(rows, each)
     return torch.cat([cut.new_full((rows, 1), start), cut], dim=1) if starts else cut
 

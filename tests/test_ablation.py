@@ -323,7 +323,7 @@ def test_a_broken_setting_loses_nothing_else(
         (["--group", "keys", "--setting", "tq4"], "not allowed with argument"),
         (["--model", "./nowhere"], "the model folder ./nowhere does not exist"),
         (["--text", "nowhere"], "the text file nowhere cannot be read"),
-        (["--tokens", "100"], "--tokens 100 is less than a window of 200"),
+        (["--tokens", "100"], "tokens: 100 is less than a window of 200"),
         (["--tokens", "8000"], "the text has 700 tokens, too few for 40 windows of 200"),
         (["--window", "2048"], "--window 2048 is more than the context of"),
         (["--lockstep", "0"], "--lockstep 0 is not possible"),

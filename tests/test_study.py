@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,12 @@ def test_results_of_other_code_are_not_mixed_in(
     [
         ({"study": "colour"}, "study: 'colour' is unknown: expected one of perplexity, gsm8k"),
         ({"colour": 1}, "unknown option 'colour': expected one of settings, window"),
-        ({"window": "long"}, "window: 'long' is not allowed: expected a int"),
+        ({"window": "long"}, "window: 'long' is not allowed: expected a whole number"),
         ({"window": 0}, "window: 0 is not possible"),
         ({"settings": "tq4"}, "settings: 'tq4' is not allowed: expected a list"),
         ({"settings": ["tq9"]}, "setting 'tq9' is unknown: expected one of 'tq4'"),
         ({"window": 1024, "tokens": 1024}, "a window of 1024 is more than the context of"),
-        ({"tokens": 100}, "--tokens 100 is less than a window of 256"),
+        ({"tokens": 100}, "tokens: 100 is less than a window of 256"),
         ({"parts": 7}, "window: 256 has no 7 equal parts"),
         ({"bos": "perhaps"}, "bos: 'perhaps' is unknown: expected one of auto, always, never"),
     ],
@@ -214,6 +215,15 @@ def test_options_out_of_range_are_one_line(
 def test_a_folder_without_the_data_is_one_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert study.main(arguments(place, "perplexity", tmp_path, "--data-dir", str(tmp_path))) == 2
     assert "has no wikitext2_raw/wikitext2_test_pages.jsonl" in capsys.readouterr().err
+
+
+def test_without_a_folder_the_data_come_from_the_hub(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    argv = [str(place / "longctx.yaml"), "--model", str(place / "tiny"), "--out", str(tmp_path), "--device", "cpu"]
+    assert study.main(argv) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("or give --data-dir DIR.")
 
 
 @pytest.mark.parametrize("kind", STUDIES)

@@ -60,7 +60,7 @@ def score(
         if setting.at_once and ids.shape[1] % setting.config.page_size:
             raise ValueError(
                 f"windows of {ids.shape[1]} tokens do not fill pages of {setting.config.page_size}, as packing at once"
-                " needs: pass a multiple to --window."
+                " needs: take a multiple."
             )
     caches = [setting.new_cache(model.config) for setting in settings]
     chunks = text_chunks(ids.shape[1], settings[0].config)
