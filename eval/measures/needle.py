@@ -2,7 +2,7 @@
 
 An exact prefill would hide what quantization does: here the log alone is the prompt, and the question comes behind it, so
 that all of its tokens read the log from the cache. An answer is right if greedy decoding would give it, token for token.
-Needles among the newest tokens that a preset keeps exact are read exactly, as in use: in a log of 1,024 tokens the last tenth.
+Needles among the newest tokens that a preset keeps exact are read exactly, as in use: in 1,024 tokens, one or two of ten.
 """
 
 from __future__ import annotations

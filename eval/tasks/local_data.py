@@ -2,6 +2,7 @@
 
     gsm8k/train.jsonl, gsm8k/test.jsonl             fields question and answer, as published
     wikitext2_raw/wikitext2_test_pages.jsonl        one article a line in the field page, as lm-eval's wikitext task reads it
+    wikitext2_raw/wiki.test.raw                     the published file, for `eval.study`, which else joins the articles
 """
 
 from __future__ import annotations
