@@ -23,7 +23,7 @@ from eval.settings import Setting
 from eval.stored import StoredResults
 from eval.study_config import FOLDER
 from tests.word_model import DATA, save_word_model
-from tq_hf import TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.comparison import TextScores, cache_argument, cache_nbytes
 
 PUBLISHED = "4bit_nc, as published"
@@ -404,6 +404,9 @@ def test_compare_measures_all_on_the_same_positions(place: Path, tmp_path: Path)
     assert exact["kl"] == pytest.approx(0, abs=1e-9) and exact["top1"] == 1.0
     assert exact["bytes"] == 2 * 2 * (256 + 3) * (32 + 32) * 4  # layers, heads, tokens, K and V, float32
     assert cells["fp8 cast"]["bytes"] * 4 == exact["bytes"]
+    for name in ("tq4", "tq2"):  # no token takes less than a packed one
+        packed = PRESETS[name].layout(32, 32, torch.float32).bytes_per_token
+        assert 2 * 2 * (256 + 3) * packed < cells[name]["bytes"] < exact["bytes"]
     assert 0 < cells["fp8 cast"]["kl"] < cells["tq2"]["kl"]
 
 
