@@ -404,6 +404,8 @@ def test_compare_measures_all_on_the_same_positions(place: Path, tmp_path: Path)
     assert exact["kl"] == pytest.approx(0, abs=1e-9) and exact["top1"] == 1.0
     assert exact["bytes"] == 2 * 2 * (256 + 3) * (32 + 32) * 4  # layers, heads, tokens, K and V, float32
     assert cells["fp8 cast"]["bytes"] * 4 == exact["bytes"]
+    quantized = {name: (entry["quantized_layers"], entry["layers"]) for name, entry in cells.items()}
+    assert quantized == {"DynamicCache": (0, 2), "fp8 cast": (2, 2), "tq4": (2, 2), "tq2": (2, 2)}
     for name in ("tq4", "tq2"):  # no token takes less than a packed one
         packed = PRESETS[name].layout(32, 32, torch.float32).bytes_per_token
         assert 2 * 2 * (256 + 3) * packed < cells[name]["bytes"] < exact["bytes"]

@@ -17,7 +17,7 @@ from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.attention import ATTENTION_NAME
 from tq_hf.chunks import text_chunks
 from tq_hf.comparison import Progress, cache_nbytes, generate_timed, score_texts
-from tq_hf.scoring_mode import tokens_in_pages
+from tq_hf.scoring_mode import quantized_layers, tokens_in_pages
 
 from ..bos import starts_with_bos
 from ..data import wikitext
@@ -25,7 +25,7 @@ from ..results import markdown
 from ..stored import StoredResults
 from ..text import fingerprint, windows
 from .base import Cell, Result, Study, measured, title
-from .other_caches import DYNAMIC, OTHERS, OtherCache, other_chunks, quantized_share
+from .other_caches import DYNAMIC, OTHERS, OtherCache, other_chunks, quantized_share, quantizing_layers
 from .text_quality import PerplexityOptions
 
 WARM_UP_TOKENS = 4
@@ -101,7 +101,9 @@ class Compare(Study):
         cache = self._new_cache(cell)
         run = generate_timed(model, prompt, cache, options.new_tokens, progress)
         size, share = cache_nbytes(cache), self._share(cell, cache)
+        layers = quantized_layers(cache) if other is None else len(quantizing_layers(cache))
         tokens = options.prompt + options.new_tokens - 1  # the newest is not cached yet
+        whole = len(cache.layers)
         del cache
         return {
             "bytes": size,
@@ -109,6 +111,8 @@ class Compare(Study):
             "tokens_per_s": run.tokens_per_s,
             "first_token_seconds": run.first_token_seconds,
             "quantized_share": share,
+            "quantized_layers": layers,
+            "layers": whole,
             **self._quality(cell, progress),
         }
 
@@ -117,7 +121,7 @@ class Compare(Study):
         return TurboQuantCache(config, preset=cell.name) if cell.subject is None else cell.subject.make(config)
 
     def _share(self, cell: Cell, cache: Any) -> float:
-        """The share of tokens that the cache holds quantized.
+        """The share of tokens that are quantized, in the layers that quantize.
 
         Raises:
             ValueError: none, in a cache that should.
@@ -152,7 +156,7 @@ class Compare(Study):
     @classmethod
     def tables(cls, results: Sequence[StoredResults]) -> dict[str, str]:
         shown = {}
-        head = ["cache", "MiB", "times smaller", "tokens/s", "KL, nats", "top-1, %", "PPL", "quantized, %"]
+        head = ["cache", "MiB", "times smaller", "tokens/s", "KL, nats", "top-1, %", "PPL", "quantized, %", "layers"]
         for found in results:
             entries = measured(found)
             whole = entries.get(DYNAMIC)
@@ -169,6 +173,7 @@ class Compare(Study):
                         f"{100 * r['top1']:.1f}",
                         f"{r['ppl']:.3f}",
                         f"{100 * r['quantized_share']:.0f}",
+                        f"{r['quantized_layers']} of {r['layers']}",
                     ]
                 )
             run = found.run

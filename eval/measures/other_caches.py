@@ -106,12 +106,20 @@ def other_chunks(prompt: int, length: int, residual: int = RESIDUAL_LENGTH) -> l
     return list(zip([0, *cuts], cuts))
 
 
+def quantizing_layers(cache: Any) -> list[Any]:
+    """The layers that hold something quantized."""
+    return [
+        layer
+        for layer in cache.layers
+        if isinstance(layer, Fp8CastLayer) or getattr(layer, "_quantized_keys", None) is not None
+    ]
+
+
 def quantized_share(cache: Any) -> float:
-    """The share of tokens that the cache holds quantized, in its first layer that quantizes; 0 if none does."""
-    for layer in cache.layers:
+    """The share of tokens that are quantized in the layers that quantize; 0 if none does."""
+    for layer in quantizing_layers(cache):  # which are alike
         if isinstance(layer, Fp8CastLayer):
             return 1.0
-        if getattr(layer, "_quantized_keys", None) is not None:
-            exact = layer.keys.shape[-2] if layer.keys.ndim == 4 else 0
-            return 1 - exact / layer.get_seq_length()
+        exact = layer.keys.shape[-2] if layer.keys.ndim == 4 else 0
+        return 1 - exact / layer.get_seq_length()
     return 0.0
