@@ -205,8 +205,9 @@ class TurboQuantCache(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove, at most all there are; 0 removes nothing, but ends what
-                `activate_past_recording` began: sliding layers forget what is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove; of more than there are nothing is left, as with
+                `DynamicCache`. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
+                is no more in their window.
 
         Raises:
             ValueError: a positive number.
