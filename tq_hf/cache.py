@@ -205,12 +205,12 @@ class TurboQuantCache(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove; of more than there are nothing is left, as with
-                `DynamicCache`. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
-                is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window.
 
         Raises:
-            ValueError: a positive number.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty. Nothing is
+                changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -223,7 +223,10 @@ class TurboQuantCache(DynamicCache):
         settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())
-            tokens_to_remove = max(tokens_to_remove, -length)
+            if -tokens_to_remove > length:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): the cache holds {length} tokens. Remove at most these, or call reset()."
+                )
         for sliding in self.sliding_tables.values():
             sliding.require_croppable(-tokens_to_remove)
         with all_or_nothing(self._stock_layers):
