@@ -331,6 +331,11 @@ def test_crop_then_continue_equals_never_having_seen_the_rest(removed: int, opti
     assert int(cache.get_seq_length()) == left + 70
 
 
+def test_a_cache_of_a_model_with_fewer_layers() -> None:
+    with pytest.raises(ValueError, match="layer 2 and this cache has 2: it was made for another model"):
+        TurboQuantCache(CONFIG).update(states(3), states(3), 2)
+
+
 def test_crop_wants_a_negative_integer() -> None:
     with pytest.raises(ValueError, match=r"crop\(5\)"):
         filled().crop(5)
