@@ -160,13 +160,13 @@ class TurboQuantCache(DynamicCache):
         """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
 
         Raises:
-            ValueError: states that do not fit (`TurboQuantLayer.update`), a cross-attention's, or a layer that the cache does
-                not have.
+            ValueError: states that do not fit (`TurboQuantLayer.update`), a cross-attention's, or a layer that the cache
+                does not have.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another model's"
-                " config. Make one with TurboQuantCache(model.config)."
+                f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another"
+                " model's config. Make one with TurboQuantCache(model.config)."
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
