@@ -30,8 +30,10 @@ def run(model: PreTrainedModel, preset: str, ids: Tensor, new: int, **options: A
 
 
 def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Right in some of its guesses."""
+    """Right in some of its guesses, of which it makes fewer at a time than the recent window has tokens."""
     assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = 6
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
     with torch.no_grad():
         assistant.lm_head.weight += 0.2 * torch.randn(99, 64, generator=torch.Generator().manual_seed(2))
     return assistant
@@ -46,8 +48,6 @@ def test_drafts_change_nothing(tiny_model: PreTrainedModel, preset: str, drafts:
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
     if drafts == "assistant":
         options = {"assistant_model": assistant_of(tiny_model)}
-        options["assistant_model"].generation_config.num_assistant_tokens = 6
-        options["assistant_model"].generation_config.num_assistant_tokens_schedule = "constant"
     tokens, packed = run(tiny_model, preset, ids, new=22, **options)
     assert torch.equal(tokens, expected[0])
     assert packed == expected[1] == 64
