@@ -104,8 +104,7 @@ def read_bars(folder: Path) -> list[Bar]:
     """The bars of all benchmarks that have left a JSON."""
     bars: list[Bar] = []
     for name, bars_of in BARS.items():
-        path = folder / f"{name}.json"
-        if path.exists():
+        for path in sorted(folder.glob(f"{name}*.json")):
             bars += bars_of(json.loads(path.read_text()))
     return bars
 
@@ -123,4 +122,7 @@ def table(bars: list[Bar]) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         raise SystemExit(__doc__)
-    print(table(read_bars(Path(sys.argv[1]))))
+    found = read_bars(Path(sys.argv[1]))
+    if not found:
+        raise SystemExit(f"error: no JSON of {', '.join(BARS)} in {sys.argv[1]}.")
+    print(table(found))

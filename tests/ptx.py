@@ -22,6 +22,9 @@ G, T = LANE // 4, LANE % 4
 def install() -> None:
     """Make the interpreter's builder know the instructions."""
     interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+    # Triton 3.7 and before have np.maximum, which returns NaN where either number is, as no GPU does.
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
 def create_inline_asm(

@@ -78,7 +78,7 @@ def test_the_table_of_a_folder_ends_with_what_is_missed(tmp_path: Path) -> None:
 
 
 def test_figure(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="only the extra `eval` installs it")
     from eval import plot_decode
 
     path = tmp_path / "bench_decode.json"
@@ -90,6 +90,7 @@ def test_figure(tmp_path: Path) -> None:
 
 
 def test_no_figure_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="only the extra `eval` installs it")
     from eval import plot_decode
 
     path = tmp_path / "bench_decode.json"

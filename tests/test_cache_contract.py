@@ -47,7 +47,7 @@ MEMBERS: dict[str, Callable[[Any], Any]] = {
     "activate_past_recording": lambda c: c.activate_past_recording(),
     "batch_repeat_interleave": lambda c: c.batch_repeat_interleave(3),
     "batch_select_indices": lambda c: c.batch_select_indices(torch.tensor([1])),
-    "crop": lambda c: c.crop(-40),
+    "crop": lambda c: c.crop(-min(40, int(c.get_seq_length()))),
     "early_initialization": begun,
     "get_conv_state": lambda c: c.get_conv_state(0),
     "get_mask_sizes": lambda c: (c.get_mask_sizes(3, 0), c.get_mask_sizes(1, 1), c.get_mask_sizes(5, 99)),
@@ -256,12 +256,16 @@ def test_beams_in_a_static_cache_equal_the_reference(family: str) -> None:
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("removed", [100, 101, 10**6])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}])
-def test_a_crop_of_more_than_there_is_leaves_nothing(removed: int, options: dict[str, int]) -> None:
+def test_a_crop_of_all_leaves_nothing_and_one_of_more_is_refused(options: dict[str, int]) -> None:
     ours, theirs = pair("llama", **options)
+    before = [t.clone() for t in held_tensors(ours)]
+    for removed in (101, 10**6):
+        with pytest.raises(ValueError, match=f"crop.-{removed}.: the cache holds 100 tokens"):
+            ours.crop(-removed)
+    assert all(torch.equal(a, b) for a, b in zip(before, held_tensors(ours), strict=True))
     for cache in (ours, theirs):
-        cache.crop(-removed)
+        cache.crop(-100)
     assert int(ours.get_seq_length()) == theirs.get_seq_length() == 0
     assert equal(updated(ours)[0][:, :, :3], updated(theirs)[0])
 

@@ -97,7 +97,7 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-# Triton 3.6 and 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 688 and 480 in the last.
+# Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 480 to 720 in the last.
 @pytest.mark.parametrize(
     ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
     [
@@ -108,7 +108,7 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
         (90, "tq4", (256, 256), torch.float16, 255, 384),
         (90, "tq4", (192, 128), torch.bfloat16, 255, 64),
         (90, "tq3", (64, 128), torch.bfloat16, 144, 128),
-        (90, "tq2", (256, 64), torch.float16, 255, 704),
+        (90, "tq2", (256, 64), torch.float16, 255, 736),
     ],
     ids=str,
 )

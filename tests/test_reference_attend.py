@@ -97,7 +97,7 @@ def test_lengths(preset: str, length: int) -> None:
             check(state, query_for(state, 3, queries), new)
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 16])
 def test_groups(group: int) -> None:
     state, _, _ = filled("tq3v2", 140, dim=64, value_dim=32)
     check(state, query_for(state, group, 2), 2)

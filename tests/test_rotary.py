@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import sys
 import types
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel, DynamicCache
 
-from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_models import COMMON, FAMILIES, HEADS, tiny_model
 from tq_hf.model_layers import decoder_config
 from tq_hf.rotary import Rotary, rotary_of
 
@@ -44,6 +46,58 @@ def test_families(family: str) -> None:
         else:
             expected = buffers[0]
             torch.testing.assert_close(torch.tensor(rotary.frequencies), expected, msg=lambda m, i=layer: f"layer {i}: {m}")
+
+
+WINDOW = {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+ALL_FULL = {"layer_types": ["full_attention", "full_attention"]}
+ONE_EXPERT = {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+HYBRID = {**ALL_FULL, "num_local_experts": 0, "shared_intermediate_size": 32}
+COHERE_MOE = {**ONE_EXPERT, "prefix_dense_intermediate_size": 64}
+# Models that turn keys in some of their layers: their config, what else they are made with, and which layers do.
+SOME_TURN: list[tuple[str, dict[str, Any], tuple[bool, bool]]] = [
+    ("Cohere2", WINDOW, (True, False)),
+    ("Cohere2Moe", {**WINDOW, **COHERE_MOE, "mlp_layer_types": ["sparse", "sparse"]}, (True, False)),
+    ("Cohere2Moe", {**WINDOW, **COHERE_MOE, **ALL_FULL, "mlp_layer_types": ["dense", "sparse"]}, (True, False)),
+    ("Exaone4", WINDOW, (True, False)),
+    ("Exaone4", {**WINDOW, **ALL_FULL, "sliding_window": None}, (True, True)),
+    ("ExaoneMoe", {**WINDOW, **ONE_EXPERT, "mlp_layer_types": ["dense", "dense"]}, (True, False)),
+    ("Afmoe", {**WINDOW, **ONE_EXPERT}, (True, False)),
+    ("Flint", {**WINDOW, **ONE_EXPERT}, (True, False)),
+    ("Kolibri1", {**WINDOW, **ONE_EXPERT}, (True, False)),
+    ("LaraMini", {**WINDOW, **ONE_EXPERT}, (True, False)),
+    ("GraniteSWA", {**WINDOW, "layer_rope_theta": [500.0, 0]}, (True, False)),
+    ("GraniteSWA", {**WINDOW, "layer_rope_theta": [500.0, 70.0]}, (True, True)),
+    ("MuseGlimmerText", WINDOW, (True, False)),
+    ("GraniteMoeHybrid", HYBRID, (False, False)),
+    ("GraniteMoeHybrid", {**HYBRID, "position_embedding_type": "rope"}, (True, True)),
+    ("Beam", WINDOW, (True, False)),
+    ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}, (True, False)),
+    ("GPTNeoX", {}, (True, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "expected"), SOME_TURN)
+def test_layers_that_turn_their_keys(name: str, settings: dict[str, Any], expected: tuple[bool, bool]) -> None:
+    """Of a prompt of one token over and over, all keys of a layer are alike but for what rotary embeddings turn."""
+    settings = {**COMMON, **HEADS, "bos_token_id": 1, "eos_token_id": 2, **settings}
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(settings))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config).eval()
+        for name, parameter in model.named_parameters():
+            if "sinks" in name:  # attention to them would fall as the prompt grows
+                parameter.fill_(-1e4)
+        cache = DynamicCache(config=config)
+        model(torch.full((1, 20), 7), past_key_values=cache)
+    turn = []
+    for i, layer in enumerate(cache.layers):
+        keys, rotary = layer.keys[0], rotary_of(config, i)
+        partner, frequency = (rotary or Rotary((), interleaved=False)).pairs(keys.shape[-1])
+        angle = torch.arange(20.0)[:, None] * frequency
+        quarter = torch.where(partner > torch.arange(len(partner)), -1, 1) * keys[:, :1, partner]
+        torch.testing.assert_close(keys, keys[:, :1] * angle.cos() + quarter * angle.sin(), atol=1e-4, rtol=1e-4)
+        turn.append(rotary is not None)
+    assert tuple(turn) == expected
 
 
 def test_every_rotary_family_is_known() -> None:

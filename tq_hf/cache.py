@@ -160,8 +160,14 @@ class TurboQuantCache(DynamicCache):
         """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
 
         Raises:
-            ValueError: states that do not fit (`TurboQuantLayer.update`), or a cross-attention's.
+            ValueError: states that do not fit (`TurboQuantLayer.update`), a cross-attention's, or a layer that the cache
+                does not have.
         """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another"
+                " model's config. Make one with TurboQuantCache(model.config)."
+            )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
         if not self.offloading or key_states.is_cuda:
@@ -205,11 +211,12 @@ class TurboQuantCache(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove, at most all there are; 0 removes nothing, but ends what
+            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
                 `activate_past_recording` began: sliding layers forget what is no more in their window.
 
         Raises:
-            ValueError: a positive number.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty. Nothing is
+                changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -222,7 +229,10 @@ class TurboQuantCache(DynamicCache):
         settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())
-            tokens_to_remove = max(tokens_to_remove, -length)
+            if -tokens_to_remove > length:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): the cache holds {length} tokens. Remove at most these, or call reset()."
+                )
         for sliding in self.sliding_tables.values():
             sliding.require_croppable(-tokens_to_remove)
         with all_or_nothing(self._stock_layers):

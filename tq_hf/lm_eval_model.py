@@ -340,8 +340,8 @@ class TurboQuantLM(HFLM):
                 print(
                     f"tq-hf, {name}: preset {self.preset}, mode {self.mode}: {used.packed_share:.1%} of tokens read from"
                     f" packed pages, {self.quantized_layers} of {self.layers} layers quantized; cache"
-                    f" {used.nbytes / 2**20:.1f} MiB over {used.texts} texts, {used.cache_ratio:.2f} times smaller than"
-                    " bfloat16"
+                    f" {used.nbytes / 2**20:.1f} MiB over {used.texts} texts, bfloat16 would take"
+                    f" {used.cache_ratio:.2f} times as much"
                 )
 
     def _require_long_texts(self, tasks: Sequence[str | None], lengths: dict[int, int]) -> None:

@@ -7,6 +7,7 @@ a matter of quality, and a model whose code or config is unlike transformers' ow
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import sys
@@ -18,6 +19,10 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FASTEST = 1e6  # radians a position; 1 is usual, but scaled embeddings (longrope, linear) go beyond
+# Models that turn keys in their layers with a window only, as their attention code says and no field of their config does.
+ONLY_SLIDING = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
+UNLESS_ALL_ARE_FULL = ("exaone4", "exaone_moe", "kolibri1")  # of these, those that turn all if the model has no window
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -62,17 +67,36 @@ def rotary_of(config: Any, layer: int) -> Rotary | None:
     return Rotary(frequencies, _is_interleaved(type(config).__module__))
 
 
-def _frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
-    has_rotary = getattr(config, "no_rope_layers", None)  # a 1 for each layer that has them (SmolLM3, Llama 4)
-    if has_rotary and not has_rotary[layer]:
-        return None
+def _turns(config: Any, layer: int) -> bool:
+    """Whether this layer applies the rotary embeddings that the config describes."""
     if getattr(config, "alibi", False) or not getattr(config, "use_mem_rope", True):  # Falcon; Zamba2
+        return False
+    if getattr(config, "position_embedding_type", "rope") != "rope":  # Granite 4
+        return False
+    for field in ("no_rope_layers", "layer_rope_theta"):  # 0 for a layer that does not: SmolLM3, Llama 4; Granite SWA, Muse
+        layers = getattr(config, field, None)
+        if layers and not layers[layer]:
+            return False
+    kind = getattr(config, "model_type", None)
+    if kind not in ONLY_SLIDING or config.layer_types[layer] == "sliding_attention":
+        return True
+    if kind == "cohere2_moe":  # its first, dense layers may do without a window
+        return bool(config.mlp_layer_types[layer] == "dense" and config.prefix_dense_sliding_window_pattern == 1)
+    return kind in UNLESS_ALL_ARE_FULL and config.sliding_window is None
+
+
+def _frequencies(config: Any, layer: int) -> tuple[float, ...] | None:
+    if not _turns(config, layer):
         return None
     parameters, kind = getattr(config, "rope_parameters", None) or {}, None
     kinds = getattr(config, "layer_types", None)
     if kinds and isinstance(parameters.get(kinds[layer]), dict):  # parameters of their own for each kind of layer
         kind = kinds[layer]
         parameters = parameters[kind]
+    if thetas := getattr(config, "layer_rope_theta", None):
+        parameters = {**parameters, "rope_theta": thetas[layer]}
+        config = copy.copy(config)
+        config.rope_parameters = parameters
     if not parameters.get("rope_theta"):
         return None
     if (initialize := ROPE_INIT_FUNCTIONS.get(parameters.get("rope_type", "default"))) is not None:

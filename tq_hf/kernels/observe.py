@@ -115,7 +115,7 @@ def observe_tokens(
             key_energy += tl.sum(x * x, 0)
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
             spread += tl.sum(x * x, 0)
-    differ = tl.sum(spread, 0) > NOISE * tl.sum(key_energy, 0)
+    differ = tl.sum(spread, 0) > tl.sum(key_energy, 0) * NOISE
     partner = tl.load(p_partner + d, mask=inside, other=0).to(tl.int32)
     share = tl.load(p_share + d, mask=inside, other=0.0)
     factors = balance_factors(energy, tl.where(differ, spread, 0.0), partner, share, d, DIM)
