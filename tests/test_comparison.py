@@ -37,6 +37,14 @@ def test_bytes_count_what_is_allocated_and_each_storage_once(tiny_model: Any) ->
     assert cache_nbytes(cache) - 3 * 2 * 50 * (32 + 32) * 4 == counters
 
 
+def test_bytes_of_a_packed_cache_are_those_of_its_report(tiny_model: Any) -> None:
+    """Its pages lie in a pool that no layer owns."""
+    cache = TurboQuantCache(tiny_model.config, preset="4bit_nc", boundary_layers=0)
+    tiny_model(ids(640), **{cache_argument(tiny_model): cache})
+    layout = PRESETS["4bit_nc"].layout(32, 32, torch.float32)
+    assert cache_nbytes(cache) == cache.report().nbytes >= 3 * 2 * 640 * layout.bytes_per_token
+
+
 def test_generation_is_greedy_to_full_length_and_timed(tiny_model: Any) -> None:
     prompt, ticks = ids(20), []
     result = generate_timed(tiny_model, prompt, DynamicCache(config=tiny_model.config), 9, ticks.append)
