@@ -14,6 +14,7 @@ from typing import Any
 
 from tq_hf.commands import Parser, RequestError, serve
 
+from .plotting import figure_of, save
 from .results import ModelResults, read_all
 from .settings import OWN, PUBLISHED
 
@@ -27,16 +28,8 @@ SERIES = (
 
 def draw(models: Sequence[ModelResults], path: Path) -> None:
     """Write the figure (the suffix of `path` tells the format): a row a window, a column a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tq_hf"  # the same results give the same file
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    import matplotlib.pyplot as plt
-
     rows, columns = (sorted({results.run[name] for results in models}) for name in ("window", "model"))
-    size = (4.6 * len(columns), 3.8 * len(rows) + 0.4)
-    figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = figure_of(len(rows), len(columns))
     for panel in axes.flat:
         panel.set_axis_off()
     for results in models:
@@ -46,8 +39,7 @@ def draw(models: Sequence[ModelResults], path: Path) -> None:
     handles, labels = panel.get_legend_handles_labels()
     legend_columns = len(labels) if len(columns) > 1 else 1
     figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns, frameon=False, fontsize=9)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _draw_panel(panel: Any, results: ModelResults) -> None:

@@ -15,24 +15,19 @@ from typing import Any
 
 from tq_hf.commands import Parser, RequestError, serve
 
+from .plotting import figure_of, save
+
 HEADS = "8x4x128"
 COLORS = ("#0b6e4f", "#3a6ea5", "#6a4c93", "#b23a48", "#d98c21", "#8d6e63", "#00838f")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Write the figure; the suffix of `path` tells the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tq_hf"  # the same results give the same file
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    import matplotlib.pyplot as plt
-
     rows = [row for row in found["results"] if row["heads"] == HEADS and row["sdpa"]]
     if not rows:
         raise RequestError(f"no row has {HEADS} heads and a time of SDPA: run scripts/bench_decode.py with its defaults.")
     rate = found["copy_bytes_per_second"] / 1e6  # bytes a microsecond
-    figure, panel = plt.subplots(figsize=(7.2, 5.0), layout="constrained")
+    figure, ((panel,),) = figure_of(1, 1, size=(7.2, 4.6))
     for preset, color in zip(dict.fromkeys(row["preset"] for row in rows), COLORS):
         its = sorted((row for row in rows if row["preset"] == preset), key=lambda row: row["bytes"])
         megabytes, times = [row["bytes"] / 1e6 for row in its], [row["forward_combine"] for row in its]
@@ -55,8 +50,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     panel.set_title(f"Decode attention of one layer, {found['gpu']}", fontsize=10)
     panel.grid(which="major", linewidth=0.3)
     panel.legend(frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _bf16_bytes(row: dict[str, Any]) -> int:
