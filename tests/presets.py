@@ -1,4 +1,4 @@
-"""Which presets a test can take, and at which sizes where its numbers count on them."""
+"""What tests take alike: which presets, at which sizes where their numbers count on them, and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import has_kernels
+from tq_hf.rotary import Rotary
 
 # The others run in the torch reference on every device.
 KERNEL_PRESETS = [name for name, config in PRESETS.items() if has_kernels(config.layout(64, 64, torch.float16).name)]
@@ -19,3 +20,9 @@ def sizes(preset: str) -> dict[str, int]:
 def sized(preset: str) -> TurboQuantConfig:
     """The preset at `sizes`: its first page is packed at 128 tokens besides the sinks, or at 64."""
     return TurboQuantConfig.from_preset(preset, **sizes(preset))
+
+
+def usual_rotary(dim: int, pairs: int | None = None, interleaved: bool = False) -> Rotary:
+    """Rotary embeddings of a head of `dim` channels as most models have them; `pairs` leaves the last ones out."""
+    frequencies = 10_000 ** -(torch.arange(0, dim, 2) / dim)
+    return Rotary(tuple(frequencies[:pairs].tolist()), interleaved)

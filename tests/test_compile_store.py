@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ttgir import lanes_hold_elements
+from tests.compiling import Launch, compile_launch, lanes_hold_elements, resources
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-
-TYPES = {torch.int32: "i32", torch.uint8: "u8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-Launch = tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]
 
 
 def launches(
@@ -63,40 +58,6 @@ def launches(
     return found
 
 
-def compiled(launch: Launch, architecture: int) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, options, arguments, constants = launch
-    names = kernel.arg_names
-    assert names[len(arguments) :] == list(constants)
-    signature, fixed, aligned = {}, {}, {}
-    for i, (name, value) in enumerate((dict(zip(names, arguments)) | constants).items()):
-        if isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-            aligned[(i,)] = [["tt.divisibility", 16]]
-        elif name in constants or value is None:
-            signature[name] = "constexpr"
-            fixed[(i,)] = value
-        else:
-            signature[name] = "i32"
-            if value % 16 == 0 and not kernel.params[i].do_not_specialize:
-                aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, fixed, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-
-
-def resources(kernel: Any, folder: Path) -> tuple[int, int]:
-    """Registers of a thread and bytes of its stack, on which ptxas keeps what does not fit."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
-
-
 # Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 480 to 720 in the last.
 @pytest.mark.parametrize(
     ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
@@ -116,7 +77,7 @@ def test_packing_stays_in_registers(
     monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype,
     most_registers: int, most_stack: int, tmp_path: Path,
 ) -> None:  # fmt: skip
-    kernel = compiled(launches(monkeypatch, architecture, preset, dims, dtype, 3)["pack_pages"], architecture)
+    kernel = compile_launch(launches(monkeypatch, architecture, preset, dims, dtype, 3)["pack_pages"], architecture)
     registers, stack = resources(kernel, tmp_path)
     assert registers <= most_registers and stack <= most_stack
     assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
@@ -136,6 +97,6 @@ def test_the_steps_of_a_commit(
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
     assert early == (steps[1:] if architecture >= 90 else [])
     for name in steps[max_due:]:
-        kernel = compiled(found[name], architecture)
+        kernel = compile_launch(found[name], architecture)
         assert resources(kernel, tmp_path)[1] == 0
         assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (name in early)

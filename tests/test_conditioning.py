@@ -9,7 +9,7 @@ import torch
 from test_reference_state import PackedState
 from torch import Tensor
 
-from tests.presets import sized
+from tests.presets import sized, usual_rotary
 from tq_hf.conditioning import HORIZONS, Partners, balance_factors, or_ones, partners
 from tq_hf.config import TurboQuantConfig
 from tq_hf.reference import observe
@@ -28,18 +28,14 @@ def error(factors: Tensor, energy: Tensor, spread: Tensor) -> float:
     return (balanced / (energy.sum() * spread.sum())).item()
 
 
-def rotary(dim: int, interleaved: bool = False) -> Rotary:
-    return Rotary(tuple((10_000 ** -(torch.arange(0, dim, 2) / dim)).tolist()), interleaved)
-
-
 def mixed(dim: int) -> Partners:
-    return partners(rotary(dim), dim, torch.device("cpu"))
+    return partners(usual_rotary(dim), dim, torch.device("cpu"))
 
 
 def turned(statistic: Tensor, positions: range) -> Tensor:
     """`[D]` at position 0, of channels that are independent there, as rotary embeddings show it on average at others."""
     first, second = statistic.chunk(2)
-    frequency = torch.tensor(rotary(len(statistic)).frequencies)
+    frequency = torch.tensor(usual_rotary(len(statistic)).frequencies)
     stays = (torch.tensor(positions)[:, None] * frequency).cos().square().mean(0)
     return torch.cat((stays * first + (1 - stays) * second, stays * second + (1 - stays) * first))
 
@@ -62,7 +58,7 @@ class TestPartners:
         torch.testing.assert_close(pairs.share, expected.expand(2), rtol=1e-3, atol=1e-4)
 
     def test_no_rotary_embeddings_and_a_head_that_is_too_small_for_them(self) -> None:
-        for pairs in (partners(None, 8, torch.device("cpu")), partners(rotary(16), 8, torch.device("cpu"))):
+        for pairs in (partners(None, 8, torch.device("cpu")), partners(usual_rotary(16), 8, torch.device("cpu"))):
             assert torch.equal(pairs.mix(torch.arange(8.0)), torch.arange(8.0))
 
     def test_factors_serve_positions_where_channels_have_turned(self) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.presets import usual_rotary
 from tq_hf import reference
 from tq_hf.conditioning import partners
 from tq_hf.kernels.observe import observe
-from tq_hf.rotary import Rotary
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU_MARKS = [
@@ -59,8 +59,8 @@ def run(op, case: Case, chunks: tuple[int, ...], query: Tensor | None, key: Tens
     row_start = torch.tensor([0, 11, 70], dtype=torch.int32, device=device)
     counters = torch.tensor([0, case.sinks, 0], dtype=torch.int32, device=device)
     balance, energy = torch.zeros(2, BATCH, HEADS, case.dim, device=device)
-    frequencies = tuple((10_000 ** -(torch.arange(0, case.dim - 2, 2) / case.dim)).tolist())  # all but the last pair
-    pairs = partners(Rotary(frequencies, case.interleaved), case.dim, device)
+    rotary = usual_rotary(case.dim, pairs=case.dim // 2 - 1, interleaved=case.interleaved)
+    pairs = partners(rotary, case.dim, device)
     partner = pairs.channel, pairs.share
     history, start, packed_end = [], 0, case.sinks
     for n in chunks:

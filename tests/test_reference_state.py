@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.presets import sized
+from tests.presets import sized, usual_rotary
 from tq_hf.conditioning import partners
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.reference import attend, commit, gather, observe
 from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
-from tq_hf.rotary import Rotary
 
 PRESET_NAMES = list(PRESETS)
 
@@ -55,7 +54,7 @@ class PackedState:
         self.counters = torch.tensor([0, sinks, 0], dtype=torch.int32)
         self.balance = torch.zeros(self.rows, heads, dim) if config.balance_keys else None
         self.query_energy = torch.zeros(self.rows, heads, dim)
-        self.rotary = Rotary(tuple((10_000 ** -(torch.arange(0, dim, 2) / dim)).tolist()), interleaved=False)
+        self.rotary = usual_rotary(dim)
         self.flags = torch.zeros(heads, dtype=torch.int32)
         self.free = torch.randperm(len(self.pool), generator=torch.Generator().manual_seed(1)).tolist()
 
