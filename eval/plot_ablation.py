@@ -1,7 +1,8 @@
 """Draw KL against bytes: `python -m eval.plot_ablation DIR [--image FILE]`, from the JSON that `scripts/ablation` wrote.
 
-One panel a model and window. Marks stand at the bytes of a quantized layer, a published preset's one below the other; where a
-preset keeps layers exact, a line leads to the mean over all layers. The dotted line is what rounding in the model's dtype costs by itself.
+One panel a model and window. Marks stand at the bytes of a quantized layer, those of a published preset one below the other;
+where a preset keeps layers exact, a line leads to the mean over all layers. The dotted line is what rounding in the model's
+dtype costs by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Word perplexities of several lm-eval runs in one table: `python -m eval.word_perplexity RUNS --out DIR`.
 
-RUNS is a folder with what lm-eval wrote for its task `wikitext` (`--output_path`), with `--model tq-hf` and `--model hf`. What
-counts is kept in DIR/word_perplexity.json, the table in DIR/word_perplexity.md. Of runs of the same kind, the newest counts.
+RUNS is a folder with what lm-eval wrote for its task `wikitext` (`--output_path`), with `--model tq-hf` and `--model hf`.
+What counts is kept in DIR/word_perplexity.json, the table in DIR/word_perplexity.md; of runs of a kind, the newest counts.
 """
 
 from __future__ import annotations
