@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .commands import RequestError, first_line
+from .compat import reset_cache
 from .streaming import Stream
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}, as chat templates take them
@@ -109,7 +110,7 @@ class Conversation:
         if self._stream is not None:
             self._stream.close()
         self._held, self._stream = [], None
-        self.cache.reset()
+        reset_cache(self.cache)
 
     def _keep(self, ids: list[int]) -> None:
         """Crop the cache to what it shares with `ids`, of which at least the last is computed again."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .cache import TurboQuantCache
 from .comparison import cache_argument
+from .compat import reset_cache
 from .reports import LayerReport, stock_report
 
 DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")  # options of `generate()` that make several tokens at a time
@@ -208,7 +209,7 @@ class Stream(Iterator[StreamEvent]):
         except _Stopped:
             pass
         except BaseException as raised:
-            self.cache.reset()  # its layers may have been left with unequal lengths
+            reset_cache(self.cache)  # its layers may have been left with unequal lengths
             error = raised
         self._arrived.put(error)
 
