@@ -7,6 +7,7 @@ from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
 from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
 from .enable import disable, enable
+from .estimate import MemoryEstimate, estimate_memory
 from .reports import CacheReport, LayerReport
 
 __version__ = "0.1.0"
@@ -16,9 +17,11 @@ __all__ = [
     "PRESETS",
     "CacheReport",
     "LayerReport",
+    "MemoryEstimate",
     "TurboQuantCache",
     "TurboQuantConfig",
     "__version__",
     "disable",
     "enable",
+    "estimate_memory",
 ]

@@ -75,9 +75,17 @@ class CacheReport:
         return "\n".join(rows)
 
 
+def kind_of(layer: Any) -> str:
+    """What a `TurboQuantLayer` is, in words."""
+    kind = f"packed ({layer.preset})" if layer.config.key_format != "raw" else "exact pages"
+    if layer.sliding_window is not None:
+        kind += f", window {layer.sliding_window}"
+    return f"{kind} + state" if hasattr(layer, "state") else kind
+
+
 def packed_report(index: int, layer: Any) -> LayerReport:
     """A `TurboQuantLayer`, its new tokens stored. Reads the device's counters."""
-    kind = f"packed ({layer.preset})" if layer.config.key_format != "raw" else "exact pages"
+    kind = kind_of(layer)
     if not layer.is_initialized:
         return LayerReport(index, kind, 0, 0, 0, 0)
     layer.flush()
