@@ -54,7 +54,7 @@ def build(device: torch.device | None = None, model: str = "", preset: str = DEF
         with gr.Tab("Side by side", elem_id="tab-side"):
             side_by_side_page(models, sessions, name, chosen)
         with gr.Tab("Memory", elem_id="tab-memory"):
-            memory_page(models, name, blocks)
+            memory_page(models, name, chosen, blocks)
 
         def left(request: gr.Request) -> None:
             for page in ("", " side by side"):
@@ -71,5 +71,3 @@ def launch(blocks: gr.Blocks | None = None, **options: Any) -> Any:
     css = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     defaults = {"ssr_mode": False, "footer_links": ["gradio"], "show_error": True}
     return blocks.launch(theme=theme, css=css, **(defaults | options))
-
-

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 1000.0, 300.0
-MAX_POINTS = 240
+MAX_POINTS = 600
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ def mib(count: float) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most so many points and the last one, evenly chosen."""
+    """At most so many points, and the first and the last: of each stretch the highest, so that no peak is lost."""
     step = -(-len(points) // most) or 1
-    return [*points[:-1:step], *points[-1:]]
+    highest = [max(points[i : i + step], key=lambda point: point[1]) for i in range(1, len(points) - 1, step)]
+    return [*points[:1], *highest, *points[1:][-1:]]
 
 
 def line_chart(
@@ -74,7 +75,9 @@ def line_chart(
         path = " ".join(f"{place(x):.1f},{HEIGHT * (1 - y / top):.1f}" for x, y in thin(line.points))
         if filled:
             ends = place(line.points[0][0]), place(line.points[-1][0])
-            shapes.append(f'<polygon class="{line.css}" points="{ends[0]:.1f},{HEIGHT} {path} {ends[1]:.1f},{HEIGHT}"/>')
+            shapes.append(
+                f'<polygon class="{line.css}" points="{ends[0]:.1f},{HEIGHT} {path} {ends[1]:.1f},{HEIGHT}"/>'
+            )
         shapes.append(f'<polyline class="{line.css}" points="{path}"/>')
     note = ""
     if mark is not None and left < mark[0] < right:
@@ -90,7 +93,7 @@ def line_chart(
     return (
         f'<figure class="tq-chart"><figcaption><span>{escape(title)}</span>{legend}</figcaption>'
         f'<div class="tq-plot" role="img" aria-label="{escape(spoken)}">'
-        f'<span class="tq-y">{escape(y_text(top))}</span><span class="tq-y tq-low">{escape(y_text(0))}</span>{note}'
+        f'<span class="tq-y">{escape(y_text(top))}</span>{note}'
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
         f'</div><div class="tq-x"><span>{left:,.0f}</span><span>{escape(x_label)}</span><span>{right:,.0f}</span></div>'
         "</figure>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +11,21 @@ from typing import Any
 import gradio as gr
 
 from ..conversation import Message
+from ..estimate import MemoryEstimate
 from ..streaming import CacheSize, StreamEvent
 from . import panels
-from .panels import Growth
+from .handbook import chapters
+from .panels import Growth, buttons
 from .serving import SHOW_SECONDS, Models, Sessions, explain, on_gpu
 
 EXAMPLES = [
-    "Explain in five sentences why the sea has tides.",
-    "Write a short story about a lighthouse keeper and a storm.",
-    "List ten uses for an old brass clock.",
+    "What should a keeper do if the line on the sheet becomes flat during a storm?",
+    "What is the first task of the day?",
+    "Why was the station built?",
 ]
-PROMPT_CHARACTERS = 60_000
+DOCUMENT = chapters(1, 2, 4)
+MESSAGE_CHARACTERS = 60_000
+BREAK = "\n\n---\n\n"  # between the document and the first question
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Answer:
 
     Attributes:
         growth: what came since the last `Answer`: tokens in the cache, its bytes, and bytes in bfloat16.
+        full: what the cache is going to take when the model's context is full.
         ended: why it is complete: `"end"`, `"length"`, or empty while it is not.
     """
 
@@ -39,6 +44,7 @@ class Answer:
     tokens_per_s: float
     first_token_seconds: float
     growth: Growth
+    full: MemoryEstimate | None
     ended: str = ""
 
 
@@ -51,17 +57,19 @@ class Chat:
 
     def _answer(
         self, session_id: str, model: str, preset: str, messages: list[Message], max_new_tokens: int, temperature: float
-    ) -> Iterator[Answer]:
+    ) -> Generator[Answer]:
         loaded = self.models.get(model)
         conversation = self.sessions.get(session_id).conversation_on(loaded, preset)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         with conversation.reply(messages, max_new_tokens, **sampling) as stream:
-            prompt, growth, event, shown = stream.input_ids.shape[1], [], None, 0.0
+            prompt, shown = stream.input_ids.shape[1], 0.0
+            growth: Growth = []
+            event: StreamEvent | None = None
+            full = self.models.at_full_context(loaded, preset)
 
             def so_far(event: StreamEvent, ended: str = "") -> Answer:
-                return Answer(
-                    event.text, event.tokens, event.size, stream.tokens_per_s, stream.first_token_seconds, growth, ended
-                )
+                speed = stream.tokens_per_s, stream.first_token_seconds
+                return Answer(event.text, event.tokens, event.size, *speed, growth, full, ended)
 
             for event in stream:
                 growth.append((prompt + event.tokens - 1, event.size.nbytes, event.size.bytes_bf16))
@@ -73,17 +81,19 @@ class Chat:
                 yield so_far(event, "length" if event.tokens == stream.options["max_new_tokens"] else "end")
 
     # -- handlers ------------------------------------------------------------------------------------------------------
-    def begin(self, text: str, messages: list[Message], request: gr.Request) -> tuple[Any, ...]:
+    def begin(self, text: str, document: str, messages: list[Message], request: gr.Request) -> tuple[Any, ...]:
         """Show the message at once, before it is its turn. Values for box, chat, messages, status, send, stop."""
         text = text.strip()
         if not text:
-            return gr.skip(), messages, messages, panels.error("Write a message first."), *self._buttons(False)
-        if len(text) > PROMPT_CHARACTERS:
-            said = f"This message has {len(text):,} characters, more than {PROMPT_CHARACTERS:,}: shorten it."
-            return gr.skip(), messages, messages, panels.error(said), *self._buttons(False)
+            return gr.skip(), gr.skip(), gr.skip(), panels.error("Write a message first."), *buttons(False)
+        if not messages and document.strip():
+            text = f"{document.strip()}{BREAK}{text}"
+        if len(text) > MESSAGE_CHARACTERS:
+            said = f"This message has {len(text):,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
+            return gr.skip(), gr.skip(), gr.skip(), panels.error(said), *buttons(False)
         self.sessions.get(str(request.session_hash)).stop.clear()
         messages = [*messages, {"role": "user", "content": text}]
-        return "", messages, messages, panels.status("Waiting for the model …"), *self._buttons(True)
+        return "", display(messages), messages, panels.status("Waiting for the model …"), *buttons(True)
 
     def respond(
         self,
@@ -95,10 +105,10 @@ class Chat:
         temperature: float,
         request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:
-        """Values for box, chat, messages, growth, meter, status, send, stop."""
+        """Values for box, chat, messages, growth, meter, chart, status, send, stop."""
         session_id = str(request.session_hash)
         if not messages or messages[-1]["role"] != "user":  # `begin` has refused the message
-            yield (gr.skip(),) * 8
+            yield (gr.skip(),) * 9
             return
         stop = self.sessions.get(session_id).stop
         if len(messages) == 1:
@@ -113,13 +123,10 @@ class Chat:
                     if stop.is_set():
                         break
         except Exception as error:
-            # The question goes back into its box: nothing of the chat is lost.
-            said = panels.error(explain(error))
-            yield messages[-1]["content"], messages[:-1], messages[:-1], growth, gr.skip(), said, *self._buttons(False)
+            yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.error(explain(error)), *buttons(False)
             return
         if answer is None:
-            back = messages[-1]["content"], messages[:-1], messages[:-1]
-            yield *back, growth, gr.skip(), panels.status("Stopped."), *self._buttons(False)
+            yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.status("Stopped."), *buttons(False)
             return
         messages = [*messages, {"role": "assistant", "content": answer.text}]
         why = {"end": "", "length": "The answer reached its token limit. "}.get(answer.ended, "Stopped. ")
@@ -127,70 +134,91 @@ class Chat:
             f"{why}{answer.tokens} tokens, the first after {answer.first_token_seconds:.1f} s."
             f" The cache stays: the next turn computes only what is new."
         )
-        yield gr.skip(), messages, messages, growth, self._meter(growth, preset, answer), said, *self._buttons(False)
+        yield (
+            gr.skip(),
+            display(messages),
+            messages,
+            growth,
+            *self._meter(growth, preset, answer),
+            said,
+            *buttons(False),
+        )
 
     def _shown(self, messages: list[Message], growth: Growth, preset: str, answer: Answer) -> tuple[Any, ...]:
-        chat = [*messages, {"role": "assistant", "content": answer.text}]
-        said = panels.status("Writing …")
-        return gr.skip(), chat, gr.skip(), gr.skip(), self._meter(growth, preset, answer), said, gr.skip(), gr.skip()
+        chat = display([*messages, {"role": "assistant", "content": answer.text}])
+        meter, said = self._meter(growth, preset, answer), panels.status("Writing …")
+        return gr.skip(), chat, gr.skip(), gr.skip(), *meter, said, gr.skip(), gr.skip()
 
-    def _meter(self, growth: Growth, preset: str, answer: Answer) -> str:
+    def _meter(self, growth: Growth, preset: str, answer: Answer) -> tuple[str, str]:
+        """HTML of the counters and of the chart."""
         tokens = growth[-1][0] if growth else 0
-        counters = panels.size_counters(preset, answer.size, tokens, answer.tokens_per_s)
-        return counters + panels.growth_chart(preset, [(0, 0, 0), *growth])
-
-    def _buttons(self, running: bool) -> tuple[Any, Any]:
-        return gr.update(visible=not running), gr.update(visible=running)
+        counters = panels.size_counters(preset, answer.size, tokens, answer.tokens_per_s, answer.full)
+        return counters, panels.growth_chart(preset, [(0, 0, 0), *growth])
 
     def stop(self, request: gr.Request) -> str:
         self.sessions.get(str(request.session_hash)).stop.set()
         return panels.status("Stopping …")
 
     def restart(self, request: gr.Request) -> tuple[Any, ...]:
-        """Values for chat, messages, growth, meter, status."""
+        """Values for chat, messages, growth, meter, chart, status."""
         self.sessions.drop(str(request.session_hash))
-        return [], [], [], EMPTY, panels.status("A new chat: the cache is empty.")
+        return [], [], [], "", "", panels.status("A new chat: the cache is empty.")
 
 
-EMPTY = panels.status("Nothing is cached yet: write a message.")
+def display(messages: list[Message]) -> list[Message]:
+    """The chat as it is shown: of the first message the question, for the document has its own place."""
+    shown = [dict(message) for message in messages]
+    for message in shown[:1]:
+        message["content"] = message["content"].rpartition(BREAK)[2]
+    return shown
+
+
+def taken_back(messages: list[Message]) -> tuple[str, list[Message], list[Message]]:
+    """The last question back in its box, and the chat without it: nothing is lost."""
+    return display(messages)[-1]["content"], display(messages[:-1]), messages[:-1]
 
 
 def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.Dropdown) -> None:
     """Lay the page out. `model` and `preset` are shared with the other pages."""
     handlers = Chat(models, sessions)
     messages, growth = gr.State([]), gr.State([])
+    meter = gr.HTML("", elem_id="meter")
     with gr.Row(equal_height=False):
         with gr.Column(scale=3, min_width=320):
             chat = gr.Chatbot(
-                label="Chat", height=430, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
-                placeholder="The whole chat lives in one packed KV cache.",
+                label="Chat", height=400, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
+                placeholder="Ask about the handbook of the tide station, or change the text below.",
             )  # fmt: skip
-            box = gr.Textbox(
-                label="Message", placeholder="Ask something …", lines=2, max_lines=8, elem_id="message", autofocus=True
-            )
+            box = gr.Textbox(label="Message", placeholder="Ask something …", lines=2, max_lines=8, elem_id="message")
             with gr.Row(elem_classes="tq-buttons"):
                 send = gr.Button("Send", variant="primary", elem_id="send", min_width=90)
                 stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False, min_width=90)
                 new = gr.Button("New chat", elem_id="new", min_width=90)
+            status = gr.HTML("", elem_id="chat-status")
             gr.Examples(EXAMPLES, box, label="Try")
         with gr.Column(scale=2, min_width=320):
-            status = gr.HTML("", elem_id="chat-status")
-            meter = gr.HTML(EMPTY, elem_id="meter")
+            chart = gr.HTML("", elem_id="chat-growth")
+            with gr.Accordion("The text you talk about", open=False):
+                document = gr.Textbox(
+                    DOCUMENT, label="Text", info="Goes before the first message. May be empty.", lines=8, max_lines=16,
+                    elem_id="document",
+                )  # fmt: skip
             with gr.Accordion("Generation", open=False):
-                limit = gr.Slider(16, 512, 160, step=16, label="New tokens at most", elem_id="limit")
+                limit = gr.Slider(16, 512, 96, step=16, label="New tokens at most", elem_id="limit")
                 temperature = gr.Slider(0, 1.5, 0, step=0.1, label="Temperature", info="0: always the likeliest token")
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     started = gr.on(
-        [send.click, box.submit], handlers.begin, [box, messages], [box, chat, messages, status, send, stop],
-        queue=False, show_progress="hidden", api_visibility="private",
+        [send.click, box.submit], handlers.begin,
+        [box, document, messages], [box, chat, messages, status, send, stop], queue=False, **quiet,
     )  # fmt: skip
     started.then(
         handlers.respond,
         [messages, growth, model, preset, limit, temperature],
-        [box, chat, messages, growth, meter, status, send, stop],
-        concurrency_id="model", concurrency_limit=1, show_progress="hidden", api_visibility="private",
+        [box, chat, messages, growth, meter, chart, status, send, stop],
+        concurrency_id="model", concurrency_limit=1, **quiet,
     )  # fmt: skip
-    stop.click(handlers.stop, None, status, queue=False, show_progress="hidden", api_visibility="private")
-    new.click(
-        handlers.restart, None, [chat, messages, growth, meter, status],
-        queue=False, show_progress="hidden", api_visibility="private",
+    stop.click(handlers.stop, None, status, queue=False, **quiet)
+    gr.on(
+        [new.click, chat.clear], handlers.restart,
+        None, [chat, messages, growth, meter, chart, status], queue=False, **quiet,
     )  # fmt: skip

@@ -44,12 +44,16 @@ class MemoryPage:
         self.models = models
 
     def show(
-        self, choice: str, pasted: str, model: str, context: float, batch: float, gib: float, weights: str
+        self, choice: str, pasted: str, model: str, preset: str, context: float, batch: float, gib: float, weights: str
     ) -> tuple[str, str, str, str]:
         """HTML of the summary, both plots and the table."""
         try:
             config = self._config(choice, pasted, model)
-            for name, value, most in (("context", context, MAX_CONTEXT), ("batch", batch, MAX_BATCH), ("GPU", gib, MAX_GIB)):
+            for name, value, most in (
+                ("context", context, MAX_CONTEXT),
+                ("batch", batch, MAX_BATCH),
+                ("GPU", gib, MAX_GIB),
+            ):
                 if value is None or not 0 < value <= most:
                     raise RequestError(f"{name}: {value} is not possible. Expected a number from 1 to {most:,}.")
             rows, estimate, room = count(config, int(context), int(batch), float(gib), WEIGHT_BITS[weights])
@@ -57,7 +61,8 @@ class MemoryPage:
             return panels.error(first_line(error)), "", "", ""
         except Exception as error:
             return panels.error(explain(error)), "", "", ""
-        return _summary(rows, estimate, room), _bytes(rows, estimate), _fits(rows, estimate, gib), _table(rows)
+        chosen = next((row for row in rows[1:] if row.name == preset), rows[1])
+        return _summary(rows[0], chosen, room), _bytes(rows, estimate), _fits(rows, estimate, gib), _table(rows, chosen)
 
     def _config(self, choice: str, pasted: str, model: str) -> PretrainedConfig:
         if choice == LOADED:
@@ -120,16 +125,19 @@ def _css(name: str) -> str:
     return "tq-exact" if name == EXACT else "tq-packed" if name.startswith("tq") else "tq-other"
 
 
-def _summary(rows: Sequence[Row], estimate: MemoryEstimate, room: float | None) -> str:
-    exact, packed = rows[0], rows[1]
+def _summary(exact: Row, packed: Row, room: float | None) -> str:
     left = "unknown" if room is None else f"{room:,.1f} GiB"
     note = "their size is not known: all memory is taken" if room is None else "after the weights"
     return (
         '<div class="tq-counters">'
-        + panels.counter(f"{packed.name} cache", mib(packed.nbytes), css="tq-packed", data=f'data-nbytes="{packed.nbytes}"')
+        + panels.counter(
+            f"{packed.name} cache", mib(packed.nbytes), css="tq-packed", data=f'data-nbytes="{packed.nbytes}"'
+        )
         + panels.counter("in bf16", mib(exact.nbytes), css="tq-exact", data=f'data-bf16="{exact.nbytes}"')
         + panels.counter("smaller", f"{packed.ratio:.2f}×")
-        + panels.counter("sequences that fit", f"{packed.fits:,}", f"bf16: {exact.fits:,}", data=f'data-fits="{packed.fits}"')
+        + panels.counter(
+            "sequences that fit", f"{packed.fits:,}", f"bf16: {exact.fits:,}", data=f'data-fits="{packed.fits}"'
+        )
         + panels.counter("room for caches", left, note)
         + "</div>"
     )
@@ -145,9 +153,9 @@ def _fits(rows: Sequence[Row], estimate: MemoryEstimate, gib: float) -> str:
     return bar_chart(title, [Bar(row.name, _css(row.name), row.fits, f"{row.fits:,}") for row in rows])
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], chosen: Row) -> str:
     body = "".join(
-        f'<tr class="{_css(row.name)}"><th scope="row">{escape(row.name)}</th>'
+        f'<tr class="{_css(row.name)}{" tq-chosen" if row is chosen else ""}"><th scope="row">{escape(row.name)}</th>'
         f'<td data-nbytes="{row.nbytes}">{mib(row.nbytes)}</td><td>{row.ratio:.2f}×</td>'
         f'<td data-fits="{row.fits}">{row.fits:,}</td></tr>'
         for row in rows
@@ -156,11 +164,11 @@ def _table(rows: Sequence[Row]) -> str:
     return f'<table class="tq-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def memory_page(models: Models, model: gr.Textbox, blocks: gr.Blocks) -> None:
-    """Lay the page out. `model` is shared with the other pages."""
+def memory_page(models: Models, model: gr.Textbox, preset: gr.Dropdown, blocks: gr.Blocks) -> None:
+    """Lay the page out. `model` and `preset` are shared with the other pages."""
     handlers = MemoryPage(models)
     with gr.Row():
-        choice = gr.Dropdown([*ARCHITECTURES, LOADED, PASTED], value="Llama 3.1 8B", label="Model", elem_id="architecture",
+        choice = gr.Dropdown([*ARCHITECTURES, LOADED, PASTED], value="Llama 3.1 8B", label="Architecture", elem_id="architecture",
                              min_width=200, scale=2)  # fmt: skip
         context = gr.Number(32768, label="Context, tokens", precision=0, minimum=1, elem_id="context", min_width=130)
         batch = gr.Number(8, label="Sequences", precision=0, minimum=1, elem_id="batch", min_width=110)
@@ -179,9 +187,9 @@ def memory_page(models: Models, model: gr.Textbox, blocks: gr.Blocks) -> None:
         queue=False, show_progress="hidden", api_visibility="private",
     )  # fmt: skip
     gr.on(
-        [blocks.load, *(part.change for part in (choice, pasted, context, batch, gib, weights))],
+        [blocks.load, *(part.change for part in (choice, pasted, preset, context, batch, gib, weights))],
         handlers.show,
-        [choice, pasted, model, context, batch, gib, weights],
+        [choice, pasted, model, preset, context, batch, gib, weights],
         [summary, sizes, fits, table],
         show_progress="hidden", trigger_mode="always_last", api_visibility="private",
     )  # fmt: skip

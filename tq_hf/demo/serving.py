@@ -18,8 +18,8 @@ from .. import embedded_model
 from ..cache import TurboQuantCache
 from ..commands import Loaded, RequestError, first_line, load
 from ..config import PRESETS
-from ..conversation import Conversation
-from ..estimate import estimate_memory
+from ..conversation import Conversation, context_length
+from ..estimate import MemoryEstimate, estimate_memory
 
 EXACT = "bf16"  # the choice beside the presets: transformers' own cache
 MAX_MODELS = 2
@@ -63,6 +63,7 @@ class Models:
         self.device, self._loader = device, loader
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
+        self._full: dict[tuple[str, str], MemoryEstimate] = {}
 
     def get(self, name: str) -> Loaded:
         """The model of that hub id or folder, in bfloat16; empty: the embedded one.
@@ -79,6 +80,18 @@ class Models:
             self._loaded.move_to_end(name)
             return self._loaded[name]
 
+    def at_full_context(self, loaded: Loaded, preset: str) -> MemoryEstimate | None:
+        """What a cache takes when the model's context is full; None where nobody knows how long that is."""
+        context = context_length(loaded.model.config)
+        if context is None or preset == EXACT:
+            return None
+        if (loaded.name, preset) not in self._full:
+            try:
+                self._full[loaded.name, preset] = estimate_memory(loaded.model.config, preset, context)
+            except ValueError:
+                return None
+        return self._full[loaded.name, preset]
+
     def _load(self, name: str) -> Loaded:
         try:
             if name:
@@ -94,7 +107,9 @@ class Models:
             weights = estimate_memory(AutoConfig.from_pretrained(name), context=1).weight_bytes
         except Exception:  # the loader says what is wrong
             return
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else psutil.virtual_memory().available
+        free = (
+            torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else psutil.virtual_memory().available
+        )
         if weights is not None and weights > MEMORY_SHARE * free:
             raise RequestError(
                 f"{name} has {weights / 2**30:.1f} GiB of weights, too much for this machine ({free / 2**30:.1f} GiB free):"
@@ -112,7 +127,11 @@ class Session:
 
     def conversation_on(self, loaded: Loaded, preset: str) -> Conversation:
         """The conversation so far, or a new one where the model or the preset is another."""
-        if self.conversation is None or self.conversation.model is not loaded.model or self.key != (loaded.name, preset):
+        if (
+            self.conversation is None
+            or self.conversation.model is not loaded.model
+            or self.key != (loaded.name, preset)
+        ):
             self.conversation = None  # its memory first
             self.conversation = Conversation(loaded.model, loaded.tokenizer, new_cache(loaded.model, preset))
             self.key = (loaded.name, preset)

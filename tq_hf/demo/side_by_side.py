@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from html import escape
@@ -21,22 +21,11 @@ from ..conversation import encode_chat, room_for
 from ..streaming import CacheSize, Stream
 from . import panels
 from .charts import Line, line_chart, mib
-from .panels import Growth
+from .handbook import chapters
+from .panels import Growth, buttons
 from .serving import EXACT, SHOW_SECONDS, Models, Sessions, explain, new_cache, on_gpu
 
-PROMPT = (
-    "Sarn Point is a low ridge of slate that reaches half a mile into the bay. Ships bound for the harbour of Oldmere pass it"
-    " on their left side, and for more than a hundred years their captains have asked the same two questions: how high is the"
-    " water now, and how high will it be when we arrive? The station answers both. Its tower stands over a well that a pipe"
-    " joins to the sea, so that the water in it rises with the tide but does not feel the waves. On that water floats a copper"
-    " drum. A wire runs from the drum over a wheel, and a pen that is geared to the wheel draws a line on a sheet of paper"
-    " wrapped around a clock-driven cylinder.\n\nThe keeper rises before the morning high water. The first task is to compare"
-    " the clock with the time signal from Oldmere. The second is to measure the height of the water by hand with a brass tape,"
-    " and to write the number beside the line of the pen. The third is to write the weather into the log. When the water stands"
-    " more than a foot above the table, the keeper hoists a red ball on the mast; when it stands more than a foot below, a black"
-    " one. In a storm the pipe may be blocked by sand. The line on the sheet becomes flat then, and a new keeper may believe that"
-    " the sea has become calm. It has not.\n\nExplain in your own words what the station is for and what its keeper does."
-)
+PROMPT = f"{chapters(1, 4)}\n\nWhat is the station for, and what does its keeper do in a storm?"
 
 
 @dataclass(frozen=True)
@@ -93,7 +82,7 @@ class SideBySide:
         self.models, self.sessions = models, sessions
         self.race = on_gpu(self._race)
 
-    def _race(self, model: str, preset: str, prompt: str, new_tokens: int) -> Iterator[Race]:
+    def _race(self, model: str, preset: str, prompt: str, new_tokens: int) -> Generator[Race]:
         loaded = self.models.get(model)
         ids = encode(loaded, prompt).to(loaded.model.device)
         new_tokens = room_for(loaded.model.config, ids.shape[1], new_tokens)
@@ -149,14 +138,14 @@ class SideBySide:
     def begin(self, prompt: str, request: gr.Request) -> tuple[Any, ...]:
         """Values for status, run, stop."""
         self._stop_of(request).clear()
-        return panels.status("Waiting for the model …"), *self._buttons(bool(prompt.strip()))
+        return panels.status("Waiting for the model …"), *buttons(bool(prompt.strip()))
 
     def run(
         self, model: str, preset: str, prompt: str, new_tokens: int, request: gr.Request
     ) -> Iterator[tuple[Any, ...]]:
         """Values for status, texts, growth, divergence, run, stop."""
         stop = self._stop_of(request)
-        keep, done = gr.skip(), self._buttons(False)
+        keep, done = gr.skip(), buttons(False)
         if not prompt.strip():
             yield panels.error("Write a prompt first."), keep, keep, keep, *done
             return
@@ -202,9 +191,6 @@ class SideBySide:
                 mark=(race.prompt_tokens, "answer"),
             )
         return f'<div class="tq-cards">{cards}</div>', growth, divergence
-
-    def _buttons(self, running: bool) -> tuple[Any, Any]:
-        return gr.update(visible=not running), gr.update(visible=running)
 
     def _stop_of(self, request: gr.Request) -> threading.Event:
         """Of this page alone: a chat that runs meanwhile has its own."""
@@ -252,7 +238,7 @@ def side_by_side_page(models: Models, sessions: Sessions, model: gr.Textbox, pre
             growth = gr.HTML("", elem_id="growth")
         with gr.Column(min_width=320):
             divergence = gr.HTML("", elem_id="divergence")
-    quiet = {"show_progress": "hidden", "api_visibility": "private"}
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     started = run.click(handlers.begin, prompt, [status, run, stop], queue=False, **quiet)
     started.then(
         handlers.run, [model, preset, prompt, new_tokens], [status, texts, growth, divergence, run, stop],
