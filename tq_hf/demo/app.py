@@ -18,12 +18,12 @@ from .side_by_side import side_by_side_page
 
 TITLE = "tq_hf: a packed KV cache"
 INTRO = (
-    '<header class="tq-head"><h1>tq_hf</h1><p>A KV cache of 2 to 4 bits for Hugging Face transformers. Watch what it saves while'
-    " a model writes, and what it changes.</p></header>"
+    '<header class="tq-head"><h1>tq_hf</h1><p>A KV cache of 2 to 4 bits for Hugging Face transformers. Watch what it saves'
+    " while a model writes, and what it changes.</p></header>"
 )
 ON_CPU = (
-    "This machine has no GPU: packed pages are read by the reference in torch, which is slower than bf16 here. On NVIDIA GPUs"
-    " Triton kernels read them."
+    "This machine has no GPU: packed pages are read by the reference in torch, which is slower than bf16 here. On NVIDIA"
+    " GPUs Triton kernels read them."
 )
 FONT = ("ui-sans-serif", "system-ui", "sans-serif")  # nothing is fetched
 MONO = ("ui-monospace", "monospace")

@@ -134,7 +134,7 @@ def _summary(exact: Row, packed: Row, room: float | None) -> str:
             f"{packed.name} cache", mib(packed.nbytes), css="tq-packed", data=f'data-nbytes="{packed.nbytes}"'
         )
         + panels.counter("in bf16", mib(exact.nbytes), css="tq-exact", data=f'data-bf16="{exact.nbytes}"')
-        + panels.counter("smaller", f"{packed.ratio:.2f}×")
+        + panels.counter("smaller", f"{packed.ratio:.2f}×", css="tq-hero")
         + panels.counter(
             "sequences that fit", f"{packed.fits:,}", f"bf16: {exact.fits:,}", data=f'data-fits="{packed.fits}"'
         )
@@ -168,8 +168,10 @@ def memory_page(models: Models, model: gr.Textbox, preset: gr.Dropdown, blocks: 
     """Lay the page out. `model` and `preset` are shared with the other pages."""
     handlers = MemoryPage(models)
     with gr.Row():
-        choice = gr.Dropdown([*ARCHITECTURES, LOADED, PASTED], value="Llama 3.1 8B", label="Architecture", elem_id="architecture",
-                             min_width=200, scale=2)  # fmt: skip
+        choice = gr.Dropdown(
+            [*ARCHITECTURES, LOADED, PASTED], value=next(iter(ARCHITECTURES)), label="Architecture",
+            elem_id="architecture", min_width=200, scale=2,
+        )  # fmt: skip
         context = gr.Number(32768, label="Context, tokens", precision=0, minimum=1, elem_id="context", min_width=130)
         batch = gr.Number(8, label="Sequences", precision=0, minimum=1, elem_id="batch", min_width=110)
         gib = gr.Number(80, label="GPU memory, GiB", minimum=1, elem_id="gib", min_width=130)

@@ -12,6 +12,7 @@ from ..estimate import MemoryEstimate
 from ..streaming import CacheSize
 from .charts import Line, line_chart, mib
 
+SHORT = "short texts: the exact window is allocated at once"
 Growth = list[tuple[int, int, int]]  # tokens in the cache, its bytes, and what they take in bfloat16
 
 
@@ -32,7 +33,7 @@ def size_counters(preset: str, size: CacheSize, tokens: int, speed: float, full:
         '<div class="tq-counters">'
         + counter(f"{preset} cache", mib(size.nbytes), css="tq-packed", data=f'data-nbytes="{size.nbytes}"')
         + counter("in bf16", mib(size.bytes_bf16), css="tq-exact", data=f'data-bf16="{size.bytes_bf16}"')
-        + counter("smaller", f"{size.ratio:.2f}×", "" if size.ratio >= 1 else "the exact window is allocated at once")
+        + counter("smaller", f"{size.ratio:.2f}×", "" if size.ratio >= 1 else SHORT, "tq-hero")
         + later
         + counter("tokens packed", packed, data=f'data-tokens="{tokens}"')
         + counter("speed", f"{speed:.1f}" if speed else "–", "tokens/s")

@@ -216,9 +216,10 @@ def _card(name: str, css: str, side: Side, part: int | None) -> str:
         pieces[part] = f'<mark title="{title}">{pieces[part] or "∅"}</mark>'
     tokens = side.growth[-1][0] if side.growth else 0
     speed = f"{side.tokens_per_s:.1f} tokens/s" if side.tokens_per_s else "–"
+    held = f'<b data-nbytes="{side.size.nbytes}" data-tokens="{tokens}">{mib(side.size.nbytes)}</b>'
     return (
         f'<section class="tq-card {css}" aria-label="{escape(name)}"><header><h3>{escape(name)}</h3>'
-        f'<b data-nbytes="{side.size.nbytes}" data-tokens="{tokens}">{mib(side.size.nbytes)}</b><span>{speed}</span></header>'
+        f"{held}<span>{speed}</span></header>"
         f"<p>{''.join(pieces)}</p></section>"
     )
 
