@@ -40,6 +40,14 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
     return ids
 
 
+def encode_prompt(tokenizer: Any, prompt: str) -> torch.Tensor:
+    """The prompt's ids, int64 [1, tokens], on the CPU; as a user's message where the model has a chat template."""
+    if getattr(tokenizer, "chat_template", None):
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    return ids
+
+
 def room_for(config: Any, prompt_tokens: int, new_tokens: int) -> int:
     """How many of `new_tokens` the model's context leaves room for after the prompt.
 
