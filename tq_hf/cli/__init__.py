@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import RequestError, first_line
 from .bench import bench
 from .chat import chat
+from .demo import demo
 from .estimate import estimate
 from .generate import generate
 from .lm_eval import lm_eval
@@ -46,7 +47,7 @@ def _options(
     pass
 
 
-for command in (chat, generate, estimate, bench, presets):
+for command in (chat, generate, estimate, bench, demo, presets):
     app.command()(command)
 # Everything after the name is lm-eval's.
 app.command(

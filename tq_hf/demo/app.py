@@ -13,7 +13,7 @@ from ..commands import choose_device
 from ..config import DEFAULT_PRESET
 from .chat import chat_page
 from .memory import memory_page
-from .serving import Models, Sessions, preset_choices
+from .serving import Models, Sessions, new_cache, preset_choices
 from .side_by_side import side_by_side_page
 
 TITLE = "tq_hf: a packed KV cache"
@@ -30,15 +30,19 @@ MONO = ("ui-monospace", "monospace")
 
 
 def build(device: torch.device | None = None, model: str = "", preset: str = DEFAULT_PRESET) -> gr.Blocks:
-    """The app, to be launched by `launch`.
+    """The app, to be launched by `launch`. Its first model is loaded now, so that no visitor has to wait.
 
     Args:
         device: where models run; None: CUDA where there is one.
         model: the hub id or folder to begin with; empty: the embedded model.
-        preset: the preset to begin with.
+        preset: the preset to begin with, or `EXACT`.
+
+    Raises:
+        RequestError: an unknown preset, or a model that cannot be loaded.
     """
     device = choose_device(None) if device is None else device
     models, sessions = Models(device), Sessions()
+    new_cache(models.get(model).model, preset)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=False) as blocks:
         gr.HTML(INTRO)
         with gr.Row(elem_classes="tq-choice"):

@@ -8,6 +8,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -16,7 +17,7 @@ from transformers import AutoConfig, DynamicCache
 
 from .. import embedded_model
 from ..cache import TurboQuantCache
-from ..commands import Loaded, RequestError, first_line, load
+from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
 from ..conversation import Conversation, context_length
 from ..estimate import MemoryEstimate, estimate_memory
@@ -103,10 +104,12 @@ class Models:
 
     def _require_memory(self, name: str) -> None:
         """Before anything large is fetched: what a model takes is known from its config."""
+        if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+            return  # the loader says so
         try:
             weights = estimate_memory(AutoConfig.from_pretrained(name), context=1).weight_bytes
-        except Exception:  # the loader says what is wrong
-            return
+        except (OSError, ValueError) as error:  # not the loader again, which would wait for the network as long
+            raise RequestError(f"no model could be loaded from {name}: {first_line(error)}") from error
         free = (
             torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else psutil.virtual_memory().available
         )
