@@ -511,4 +511,3 @@ def test_the_space_runs_from_a_folder_with_only_the_package_beside_it(tmp_path: 
 def test_panels_escape_what_they_show() -> None:
     assert panels.error("<script>") == '<div class="tq-error" role="alert">&lt;script&gt;</div>'
     assert "&lt;b&gt;" in panels.counter("<b>", "1", "<i>") and "<i>" not in panels.counter("<b>", "1", "<i>")
-
