@@ -124,7 +124,7 @@ class _Session:
             stream = self.conversation.reply(messages, **self.options)
             stopped = self.show(stream)
         except RequestError as error:
-            say(f"{error} Here: /reset, or tq_hf chat with a model of a longer context.")
+            say(f"{error} (/reset starts a new one.)")
             return
         except (RuntimeError, MemoryError) as error:
             from . import SMALLER, is_out_of_memory
