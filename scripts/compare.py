@@ -19,6 +19,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+import tq_hf
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.chunks import first_page_tokens
 from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, read_text, serve, versions
@@ -28,7 +29,7 @@ from tq_hf.conversation import context_length, encode_prompt
 
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
-DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
+DEFAULT_PROMPT = Path(tq_hf.__file__).with_name("handbook.txt")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"{', '.join(PRESETS)} (default: %(default)s)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="the prompt itself")
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: scripts/prompt.txt)")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: tq_hf/handbook.txt)")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file as well")

@@ -17,7 +17,7 @@ from tq_hf import PRESETS, __version__
 from tq_hf.cli import is_out_of_memory, presets
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("chat", "generate", "estimate", "bench", "presets", "lm-eval")
+COMMANDS = ("chat", "generate", "estimate", "bench", "presets", "demo", "lm-eval")
 
 
 def python(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def test_help_needs_no_torch() -> None:
         assert name in done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS[:-1])
+@pytest.mark.parametrize("name", COMMANDS[:-2])
 def test_each_command_has_help_with_an_example(tq_hf: CommandLine, name: str) -> None:
     result = tq_hf(name, "--help")
     assert result.code == 0

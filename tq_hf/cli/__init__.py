@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import RequestError, first_line
-from . import bench, chat, estimate, generate, lm_eval, presets
+from . import bench, chat, demo, estimate, generate, lm_eval, presets
 from .output import say
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ def _options(
     pass
 
 
-for command in (chat.chat, generate.generate, estimate.estimate, bench.bench, presets.presets):
+for command in (chat.chat, generate.generate, estimate.estimate, bench.bench, demo.demo, presets.presets):
     app.command()(command)
 # Everything after the name is lm-eval's.
 app.command(
