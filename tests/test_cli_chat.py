@@ -20,6 +20,7 @@ from tests.command_line import CommandLine, Result
 from tests.test_cli_generate import Stdin, interrupt_at
 from tests.word_model import save_word_model, words
 from tq_hf.conversation import encode_chat
+from tq_hf.streaming import Stream
 
 ROOT = Path(__file__).parents[1]
 LONG = " ".join((words() * 3)[:150])
@@ -106,6 +107,21 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(chat: Chat, monkeypatch: py
     assert not second["stopped"] and second["tokens"] > first["tokens"]
 
 
+def test_ctrl_c_again_while_the_answer_ends(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    close, presses = Stream.close, [KeyboardInterrupt, KeyboardInterrupt]
+
+    def impatient(self: Stream) -> None:
+        if presses:
+            raise presses.pop()
+        close(self)
+
+    interrupt_at(monkeypatch, 3)
+    monkeypatch.setattr(Stream, "close", impatient)
+    result = chat([LONG, "Question"], "-n", "100", "--json")
+    assert result.err.count("The answer ends after this step") == 2
+    assert [answer["stopped"] for answer in answers(result)] == [True, False]
+
+
 def test_out_of_memory_takes_the_turn_back(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, passes = LlamaForCausalLM.forward, []
 
@@ -177,7 +193,7 @@ def test_in_a_terminal(word_folder: Path) -> None:
         wait_for(b"Ctrl-D or /exit ends the chat.")
         wait_for(b"> ")
         os.write(ours, b"Question\n")
-        wait_for(b"tokens/s]")
+        wait_for(b"no page is packed yet]")
         wait_for(b"> ")
         os.write(ours, b"\x04")
         assert process.wait(30) == 0

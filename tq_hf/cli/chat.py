@@ -144,7 +144,7 @@ class _Session:
                     if not self.as_json:
                         print(event.piece, end="", flush=True)
             except KeyboardInterrupt:
-                stream.close()
+                _end(stream)
                 return True
         return False
 
@@ -168,6 +168,15 @@ class _Session:
             return
         print(" [stopped]" if stopped else "", flush=True)
         say(
-            f"[{held:,} tokens in {size(taken.nbytes)}{against_bf16(taken.bytes_bf16, taken.ratio)};"
-            f" {stream.tokens_per_s:.1f} tokens/s]"
+            f"[{held:,} tokens, {stream.tokens_per_s:.1f} tokens/s; cache {against_bf16(self.cache, taken)}]"
         )
+
+
+def _end(stream: Stream) -> None:
+    """Stop an answer, however often Ctrl-C is pressed until the model has ended its step."""
+    while True:
+        try:
+            stream.close()
+            return
+        except KeyboardInterrupt:
+            say("\nThe answer ends after this step ...")
