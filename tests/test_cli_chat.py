@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from tests.command_line import CommandLine, Result
 from tests.test_cli_generate import Stdin, interrupt_at
 from tests.word_model import save_word_model, words
-from tq_hf.conversation import encode_chat
+from tq_hf.conversation import Conversation, encode_chat
 from tq_hf.streaming import Stream
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +103,7 @@ def test_a_system_message_survives_a_reset(chat: Chat) -> None:
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(monkeypatch, 3)
-    first, second = answers(chat([LONG, "Question"], "-n", "100", "--json"))
+    first, second = answers(chat([LONG, "Question"], "-n", "30", "--json"))
     assert first["stopped"] and first["new_tokens"] <= 4
     assert not second["stopped"] and second["tokens"] > first["tokens"]
 
@@ -117,9 +118,31 @@ def test_ctrl_c_again_while_the_answer_ends(chat: Chat, monkeypatch: pytest.Monk
 
     interrupt_at(monkeypatch, 3)
     monkeypatch.setattr(Stream, "close", impatient)
-    result = chat([LONG, "Question"], "-n", "100", "--json")
+    result = chat([LONG, "Question"], "-n", "30", "--json")
     assert result.err.count("The answer ends after this step") == 2
     assert [answer["stopped"] for answer in answers(result)] == [True, False]
+
+
+def test_ctrl_c_before_the_answer_begins(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply, presses = Conversation.reply, [None, KeyboardInterrupt, None]
+
+    def interrupted(self: Conversation, *args: Any, **kwargs: Any) -> Stream:
+        stream = reply(self, *args, **kwargs)  # which has cropped the cache
+        if (press := presses.pop()) is not None:
+            raise press
+        return stream
+
+    monkeypatch.setattr(Conversation, "reply", interrupted)
+    result = chat(["Question", LONG, "Answer"], "--json")
+    assert "Stopped before the answer began: this turn is taken back." in result.err
+    monkeypatch.setattr(Conversation, "reply", reply)
+    assert [a["text"] for a in answers(result)] == [a["text"] for a in answers(chat(["Question", "Answer"], "--json"))]
+
+
+def test_input_that_is_no_text(tq_hf: CommandLine, word_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("chat", "generate"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+        assert "standard input is no UTF-8 text" in tq_hf(command, "--model", word_folder).error
 
 
 def test_out_of_memory_takes_the_turn_back(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +179,21 @@ def test_a_full_context_says_what_to_do(
     save_word_model(tmp_path, max_position_embeddings=180)
     chat = Chat(tq_hf, tmp_path, monkeypatch)
     result = chat([LONG, LONG, "/reset", "Question"], "--json")
-    assert "the context is full" in result.err and "/reset starts a new one" in result.err
+    assert "the context is full" in result.err and "/reset starts a new chat" in result.err
     assert len(answers(result)) == 2
 
 
 def test_a_model_without_a_chat_template(tq_hf: CommandLine, base_folder: Path) -> None:
     error = tq_hf("chat", "--model", base_folder).error
     assert error.startswith("this model's tokenizer has no chat template: choose an instruction-tuned model")
+
+
+def test_a_template_that_takes_no_system_message(tq_hf: CommandLine, tmp_path: Path) -> None:
+    save_word_model(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    refusal = "{{ raise_exception('System role not supported') }}"
+    template.write_text(f"{{% if messages[0]['role'] == 'system' %}}{refusal}{{% endif %}}{template.read_text()}")
+    assert "System role not supported" in tq_hf("chat", "--model", tmp_path, "--system", "Answer").error
 
 
 def test_an_unknown_preset(tq_hf: CommandLine, word_folder: Path) -> None:
