@@ -30,7 +30,7 @@ SCALAR_BYTES = 8  # transformers' windows and static lengths are int64 tensors
 LARGEST_BATCH = 1 << 20  # where `largest_batch` stops counting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryEstimate(CacheReport):
     """What a `TurboQuantCache` is going to hold, as its `report()` says it. `str()` gives the same table.
 

@@ -15,14 +15,8 @@ import typer
 
 from .. import __version__
 from ..errors import RequestError, first_line
-from .bench import bench
-from .chat import chat
-from .demo import demo
-from .estimate import estimate
-from .generate import generate
-from .lm_eval import lm_eval
+from . import bench, chat, demo, estimate, generate, lm_eval, presets
 from .output import say
-from .presets import presets
 
 app = typer.Typer(
     help="Keys and values of Hugging Face transformers models at 2 to 4 bits.",
@@ -47,14 +41,14 @@ def _options(
     pass
 
 
-for command in (chat, generate, estimate, bench, demo, presets):
+for command in (chat.chat, generate.generate, estimate.estimate, bench.bench, demo.demo, presets.presets):
     app.command()(command)
 # Everything after the name is lm-eval's.
 app.command(
     "lm-eval",
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
-)(lm_eval)
+)(lm_eval.lm_eval)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from .generate import against_bf16
 from .output import print_json, print_table, say, size
 
 if TYPE_CHECKING:
-    from ..conversation import Conversation
+    from ..conversation import Conversation, Message
     from ..streaming import Stream
 
 HELP = "/stats shows the cache, /reset starts anew, /exit or Ctrl-D ends; Ctrl-C stops an answer."
@@ -46,11 +46,13 @@ def chat(
     loaded = options.load_model(model, device, dtype)
     from ..conversation import Conversation, encode_chat
 
-    encode_chat(loaded.tokenizer, [{"role": "user", "content": "."}])  # says now that there is no chat template
+    first = [{"role": "system", "content": system}] if system else []
+    # Says now that there is no chat template, or that it takes no system message.
+    encode_chat(loaded.tokenizer, [*first, {"role": "user", "content": "."}])
     held = options.new_cache(loaded.model.config, cache, **changes)
     conversation = Conversation(loaded.model, loaded.tokenizer, held)
-    session = _Session(conversation, cache, system, as_json)
-    session.options = {"max_new_tokens": max_new_tokens, **options.sampling(temperature, top_p, seed)}
+    how = {"max_new_tokens": max_new_tokens, **options.sampling(temperature, top_p, seed)}
+    session = _Session(conversation, cache, first, how, as_json)
     say(f"{loaded.name}, cache {cache}. {HELP}")
     session.run()
 
@@ -58,11 +60,12 @@ def chat(
 class _Session:
     """The loop over a user's lines."""
 
-    def __init__(self, conversation: Conversation, cache: str, system: str | None, as_json: bool) -> None:
-        self.conversation, self.cache, self.as_json = conversation, cache, as_json
-        self.first = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.first)
-        self.options: dict[str, Any] = {}
+    def __init__(
+        self, conversation: Conversation, cache: str, first: list[Message], how: dict[str, Any], as_json: bool
+    ) -> None:
+        self.conversation, self.cache, self.first, self.as_json = conversation, cache, first, as_json
+        self.how = how  # options of `generate()`
+        self.messages = list(first)
         self.interactive = sys.stdin.isatty()
         if self.interactive:
             with contextlib.suppress(ImportError):
@@ -79,6 +82,8 @@ class _Session:
             except KeyboardInterrupt:
                 say("\nCtrl-D or /exit ends the chat.")
                 continue
+            except UnicodeDecodeError as error:
+                raise RequestError(f"standard input is no UTF-8 text: {first_line(error)}.") from error
             if line == "/exit":
                 return
             if line.startswith("/"):
@@ -121,10 +126,14 @@ class _Session:
         """One turn. Whatever goes wrong, the chat is as it was before, or as far as it came."""
         messages = [*self.messages, {"role": "user", "content": line}]
         try:
-            stream = self.conversation.reply(messages, **self.options)
+            stream = self.conversation.reply(messages, **self.how)
             stopped = self.show(stream)
         except RequestError as error:
-            say(f"{error} Here: /reset, or tq_hf chat with a model of a longer context.")
+            say(f"{error} (/reset starts a new chat.)")
+            return
+        except KeyboardInterrupt:
+            self.conversation.reset()  # the cache may have been cropped; the next turn fills it again
+            say("\nStopped before the answer began: this turn is taken back.")
             return
         except (RuntimeError, MemoryError) as error:
             from . import SMALLER, is_out_of_memory
@@ -144,7 +153,7 @@ class _Session:
                     if not self.as_json:
                         print(event.piece, end="", flush=True)
             except KeyboardInterrupt:
-                stream.close()
+                _end(stream)
                 return True
         return False
 
@@ -168,6 +177,15 @@ class _Session:
             return
         print(" [stopped]" if stopped else "", flush=True)
         say(
-            f"[{held:,} tokens in {size(taken.nbytes)}{against_bf16(taken.bytes_bf16, taken.ratio)};"
-            f" {stream.tokens_per_s:.1f} tokens/s]"
+            f"[{held:,} tokens, {stream.tokens_per_s:.1f} tokens/s; cache {against_bf16(self.cache, taken)}]"
         )
+
+
+def _end(stream: Stream) -> None:
+    """Stop an answer, however often Ctrl-C is pressed until the model has ended its step."""
+    while True:
+        try:
+            stream.close()
+            return
+        except KeyboardInterrupt:
+            say("\nThe answer ends after this step ...")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options
 from .output import print_json, say, size
+
+if TYPE_CHECKING:
+    from ..streaming import CacheSize, Stream
 
 
 def generate(
@@ -82,23 +85,24 @@ def generate(
     if as_json:
         print_json(result)
     else:
-        say(summary(result))
+        say(summary(cache, ids.shape[1], stream, taken))
     return 130 if stopped else 0
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(cache: str, prompt_tokens: int, stream: Stream, taken: CacheSize) -> str:
     """One line on speed and memory."""
-    line = (
-        f"{result['prompt_tokens']:,} + {result['new_tokens']:,} tokens, {result['tokens_per_s']:.1f} tokens/s"
-        f" after {result['first_token_seconds']:.2f} s; cache {size(result['cache_bytes'])}"
+    return (
+        f"{prompt_tokens:,} + {len(stream.tokens):,} tokens, {stream.tokens_per_s:.1f} tokens/s"
+        f" after {stream.first_token_seconds:.2f} s; cache {against_bf16(cache, taken)}"
     )
-    if result["cache"] != options.BF16:
-        line += against_bf16(result["cache_bytes_bf16"], result["ratio"])
-    if not result["packed_tokens"] and result["cache"] != options.BF16:
-        line += "; no page is packed yet"
-    return line
 
 
-def against_bf16(nbytes: int, ratio: float) -> str:
-    """What follows a cache's size, to say what packing has saved."""
-    return f" where bfloat16 takes {size(nbytes)}" + (f" ({ratio:.2f} times smaller)" if ratio > 1 else "")
+def against_bf16(cache: str, taken: CacheSize) -> str:
+    """A cache's bytes, and what packing has saved."""
+    line = size(taken.nbytes)
+    if cache == options.BF16:
+        return line
+    line += f" where bfloat16 takes {size(taken.bytes_bf16)}"
+    if taken.ratio > 1:
+        line += f" ({taken.ratio:.2f} times smaller)"
+    return line if taken.packed_tokens else f"{line}; no page is packed yet"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError
+from ..errors import RequestError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def _value(text: str) -> Any:
     try:
         return int(text)
     except ValueError:
-        return text
+        return text.strip()
 
 
 def new_cache(model_config: Any, name: str, **options: Any) -> Any:
@@ -120,10 +120,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             'no prompt: give one as an argument (tq_hf generate "Once upon"), by --prompt-file, or by a pipe.'
         )
     else:
-        text = sys.stdin.read().strip()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is no UTF-8 text: {first_line(error)}.") from error
     if not text.strip():
         raise RequestError("the prompt is empty: expected some text.")
-    return text
+    return text.strip()
 
 
 def sampling(temperature: float, top_p: float, seed: int | None) -> dict[str, Any]:

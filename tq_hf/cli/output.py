@@ -21,7 +21,7 @@ def print_json(result: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """A table as wide as it needs to be, however narrow the terminal: nothing is cut.
+    """A table. On a narrow terminal its text columns are wrapped; elsewhere it is as wide as it needs to be.
 
     Args:
         left: how many columns, from the first on, are text; the others are numbers.
@@ -30,13 +30,17 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=True)
+        is_text = 0 < i < left
+        table.add_column(column, justify="left" if i < left else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*row)
-    needed = Console(width=10_000).measure(table).maximum
-    Console(width=max(needed, len(title)), highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = Console(width=10_000).measure(table).maximum
+    print(title)
+    console.print(table)
 
 
 def size(count: float) -> str:
