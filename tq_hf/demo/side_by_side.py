@@ -214,8 +214,8 @@ def _card(name: str, css: str, side: Side, part: int | None) -> str:
     pieces = [escape(piece) for piece in side.pieces]
     if part is not None and part < len(pieces):
         title = f"the first different token, number {part + 1}"
-        word = pieces[part].lstrip() or "␣"
-        space = pieces[part][: len(pieces[part]) - len(pieces[part].lstrip())]
+        word = pieces[part].lstrip() or "∅"  # the end, or nothing but space
+        space = pieces[part].removesuffix(word)
         pieces[part] = f'{space}<mark title="{title}">{word}</mark>'
     tokens = side.growth[-1][0] if side.growth else 0
     speed = f"{side.tokens_per_s:.1f} tokens/s" if side.tokens_per_s else "–"
