@@ -303,8 +303,8 @@ def test_the_first_difference_is_marked_in_both_texts(duel: side_by_side.SideByS
     other = side_by_side.Side([1, 7], ["a", " x"], [(9, 100, 400)], size, 1.0)
     race = side_by_side.Race(8, (one, other), [], 0.0, "")
     assert re.findall(r"<mark title=\"[^\"]*number 2\">(.*?)</mark>", duel._shown("tq4", race)[0]) == [
-        " &lt;b&gt;",
-        " x",
+        "&lt;b&gt;",
+        "x",
     ]
     assert side_by_side.verdict("tq4", race) == "tq4: 4.00 times less cache memory, the first 1 tokens are the same."
     assert side_by_side.first_difference([1, 2], [1, 2, 3]) is None
@@ -511,4 +511,3 @@ def test_the_space_runs_from_a_folder_with_only_the_package_beside_it(tmp_path: 
 def test_panels_escape_what_they_show() -> None:
     assert panels.error("<script>") == '<div class="tq-error" role="alert">&lt;script&gt;</div>'
     assert "&lt;b&gt;" in panels.counter("<b>", "1", "<i>") and "<i>" not in panels.counter("<b>", "1", "<i>")
-

@@ -29,6 +29,7 @@ def demo(
     tq_hf demo --model Qwen/Qwen3-0.6B --cache tq3 --open
     """
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: its threads share the cores with the server
     try:
         import gradio  # noqa: F401
     except ModuleNotFoundError as error:

@@ -189,7 +189,7 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
                 label="Chat", height=400, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
                 placeholder="Ask about the handbook of the tide station, or change the text below.",
             )  # fmt: skip
-            box = gr.Textbox(label="Message", placeholder="Ask something …", lines=2, max_lines=8, elem_id="message")
+            box = gr.Textbox(label="Message", placeholder="Ask something …", lines=1, max_lines=8, elem_id="message")
             with gr.Row(elem_classes="tq-buttons"):
                 send = gr.Button("Send", variant="primary", elem_id="send", min_width=90)
                 stop = gr.Button("Stop", variant="stop", elem_id="stop", visible=False, min_width=90)

@@ -172,9 +172,9 @@ def memory_page(models: Models, model: gr.Textbox, preset: gr.Dropdown, blocks: 
             [*ARCHITECTURES, LOADED, PASTED], value=next(iter(ARCHITECTURES)), label="Architecture",
             elem_id="architecture", min_width=200, scale=2,
         )  # fmt: skip
-        context = gr.Number(32768, label="Context, tokens", precision=0, minimum=1, elem_id="context", min_width=130)
-        batch = gr.Number(8, label="Sequences", precision=0, minimum=1, elem_id="batch", min_width=110)
-        gib = gr.Number(80, label="GPU memory, GiB", minimum=1, elem_id="gib", min_width=130)
+        context = gr.Number(32768, label="Context, tokens", precision=0, elem_id="context", min_width=130)
+        batch = gr.Number(8, label="Sequences", precision=0, elem_id="batch", min_width=110)
+        gib = gr.Number(80, label="GPU memory, GiB", elem_id="gib", min_width=130)
         weights = gr.Dropdown(list(WEIGHT_BITS), value="bf16", label="Weights", elem_id="weights", min_width=130)
     pasted = gr.Code(label="config.json", language="json", lines=6, max_lines=12, visible=False, elem_id="config-json")
     summary = gr.HTML("", elem_id="memory-summary")

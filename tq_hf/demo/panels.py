@@ -24,7 +24,7 @@ def counter(label: str, value: str, note: str = "", css: str = "", data: str = "
 
 def size_counters(preset: str, size: CacheSize, tokens: int, speed: float, full: MemoryEstimate | None) -> str:
     """A cache beside what bfloat16 would take, now and (`full`) at the end of the model's context."""
-    packed = f"{size.packed_tokens:,} of {tokens:,}"
+    packed = f"{size.packed_tokens:,} / {tokens:,}"
     later = ""
     if full is not None:
         note = f"{mib(full.nbytes)}, bf16 {mib(full.bytes_dynamic)}"

@@ -25,7 +25,8 @@ from .handbook import chapters
 from .panels import Growth, buttons
 from .serving import EXACT, SHOW_SECONDS, Models, Sessions, explain, new_cache, on_gpu
 
-PROMPT = f"{chapters(1, 4)}\n\nWhat is the station for, and what does its keeper do in a storm?"
+QUESTION = "In plain words, what should a keeper do if the line on the sheet becomes flat during a storm, and why?"
+PROMPT = f"{chapters(1, 4)}\n\n{QUESTION}"
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,9 @@ def _card(name: str, css: str, side: Side, part: int | None) -> str:
     pieces = [escape(piece) for piece in side.pieces]
     if part is not None and part < len(pieces):
         title = f"the first different token, number {part + 1}"
-        pieces[part] = f'<mark title="{title}">{pieces[part] or "∅"}</mark>'
+        word = pieces[part].lstrip() or "∅"  # the end, or nothing but space
+        space = pieces[part].removesuffix(word)
+        pieces[part] = f'{space}<mark title="{title}">{word}</mark>'
     tokens = side.growth[-1][0] if side.growth else 0
     speed = f"{side.tokens_per_s:.1f} tokens/s" if side.tokens_per_s else "–"
     held = f'<b data-nbytes="{side.size.nbytes}" data-tokens="{tokens}">{mib(side.size.nbytes)}</b>'
@@ -229,7 +232,7 @@ def side_by_side_page(models: Models, sessions: Sessions, model: gr.Textbox, pre
     handlers = SideBySide(models, sessions)
     prompt = gr.Textbox(PROMPT, label="Prompt", lines=4, max_lines=8, elem_id="prompt")
     with gr.Row(elem_classes="tq-buttons"):
-        new_tokens = gr.Slider(8, 256, 48, step=8, label="New tokens", elem_id="new-tokens", min_width=160)
+        new_tokens = gr.Slider(8, 256, 48, step=8, label="New tokens", elem_id="new-tokens", min_width=240)
         run = gr.Button("Compare", variant="primary", elem_id="compare", min_width=120)
         stop = gr.Button("Stop", variant="stop", elem_id="compare-stop", visible=False, min_width=120)
     status = gr.HTML("", elem_id="compare-status")
