@@ -107,12 +107,6 @@ def test_lm_eval_takes_all_that_follows(tq_hf: CommandLine, monkeypatch: pytest.
         assert seen.pop() == ["lm-eval", *argv]
 
 
-def test_lm_eval_that_is_not_installed(tq_hf: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert tq_hf("lm-eval", "ls").error.endswith("is not installed: pip install 'tq-hf[eval]'.")
-
-
 def test_failures_have_codes_of_their_own(tq_hf: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -19,6 +20,47 @@ LLAMA_8B = LlamaConfig(
     num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128256,
 )  # fmt: skip
+
+COMMON = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32}
+LINEAR = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+# Kinds of state and of keys that the families of the other tests do not have.
+FURTHER: dict[str, dict[str, Any]] = {
+    "Lfm2Config": {**COMMON, **HEADS, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "NemotronHConfig": {
+        **COMMON, **HEADS, "head_dim": 16, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 32,
+    },
+    "BambaConfig": {**COMMON, **HEADS, **MAMBA, "attn_layer_indices": [1]},
+    "GraniteMoeHybridConfig": {
+        **COMMON, **HEADS, **MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 2,
+        "num_experts_per_tok": 1, "shared_intermediate_size": 32,
+    },
+    "Qwen3_5TextConfig": {
+        **COMMON, **HEADS, **LINEAR, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]
+    },
+    "MixtralConfig": {**COMMON, **HEADS, "num_local_experts": 2},
+    "GlmMoeDsaConfig": {
+        **COMMON, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 2, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 16,
+    },
+    "RecurrentGemmaConfig": {
+        **COMMON, "num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 64,
+        "block_types": ["recurrent", "attention"],
+    },
+    "Cohere2Config": {
+        **COMMON, **HEADS, "sliding_window": 200, "layer_types": ["sliding_attention", "full_attention"]
+    },
+    "GPTBigCodeConfig": {"vocab_size": 99, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "Mamba2Config": {
+        "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "num_heads": 8, "head_dim": 16,
+        "n_groups": 1, "chunk_size": 32,
+    },
+    "FalconMambaConfig": {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "MiMoV2FlashConfig": {**COMMON, **HEADS},
+}  # fmt: skip
 
 
 def run(model: Any, cache: Any, rows: int, first: int, length: int) -> Any:
@@ -51,6 +93,20 @@ def test_every_family(family: str, preset: str, rows: int, first: int, length: i
     expected = estimate_memory(model.config, preset, length, rows, torch.float32, new_tokens=length - first)
     assert expected.layers == found.layers
     assert (expected.nbytes, expected.packed_tokens) == (found.nbytes, found.packed_tokens)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_other_kinds_of_states(name: str) -> None:
+    if not hasattr(tf, name):
+        pytest.skip(f"transformers {tf.__version__} has no {name}")
+    config = getattr(tf, name)(**copy.deepcopy(FURTHER[name]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+    model.config.dtype = torch.float32
+    found = run(model, TurboQuantCache(model.config, "tq2"), 2, 190, 205).report()
+    expected = estimate_memory(model.config, "tq2", 205, 2, torch.float32, new_tokens=15)
+    assert (expected.layers, expected.table_bytes) == (found.layers, found.table_bytes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
