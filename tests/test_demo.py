@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +208,14 @@ def test_a_chat_counts_the_bytes_of_its_one_cache(page: chat.Chat, folder: str) 
     *_, second = ask(page, folder, "Answer", end[MESSAGES], end[GROWTH])
     assert page.sessions.get("v") is session and len(second[MESSAGES]) == 4
     assert second[GROWTH][: len(end[GROWTH])] == end[GROWTH] and second[GROWTH][-1][0] > tokens
+
+
+def test_answers_can_come_from_another_process(page: chat.Chat, folder: str) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    *_, last = page._answer("v", folder, "tq2", messages, 4, 0.0)
+    assert pickle.loads(pickle.dumps(last)).growth == last.growth
+    *_, race = side_by_side.SideBySide(page.models, page.sessions)._race(folder, "tq2", TEXT, 4)
+    assert pickle.loads(pickle.dumps(race)) == race
 
 
 def test_another_preset_goes_on_with_the_same_chat(page: chat.Chat, folder: str) -> None:
@@ -454,6 +466,48 @@ def test_the_command_refuses_in_one_line(
     assert "pip install 'tq-hf[demo]'" in capsys.readouterr().err
 
 
+def test_the_command_serves_until_ctrl_c(folder: str) -> None:
+    command = [sys.executable, "-m", "tq_hf", "demo", "--model", folder, "--device", "cpu"]
+    # Where the tests run in a shell's background, Ctrl-C is ignored, and what they start would inherit that.
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=hear) as process:
+        assert "tq_hf: a packed KV cache" in fetch(served_at(process, process.stderr))
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+
+
+def test_a_port_that_is_taken_is_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["demo", "--model", folder, "--device", "cpu", "--port", str(port)]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"error: --port {port} cannot be listened on: choose another")
+
+
+def served_at(process: subprocess.Popen[str], output: Any) -> str:
+    """The address that a server prints; a server that says nothing is killed after a while."""
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        for line in output:
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                return match[0]
+        return pytest.fail("the server ended without an address")
+    finally:
+        watchdog.cancel()
+
+
+def fetch(address: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(address, timeout=20).read().decode()
+
+
 SPACE = ROOT / "scripts" / "space"
 
 
@@ -511,20 +565,9 @@ def test_the_space_runs_from_a_folder_with_only_the_package_beside_it(tmp_path: 
     with subprocess.Popen(
         [sys.executable, "-u", "-c", code], cwd=tmp_path / "space", env=env, stdout=subprocess.PIPE, text=True
     ) as process:
-        watchdog = threading.Timer(120, process.kill)
-        watchdog.start()
         try:
-            for line in process.stdout:
-                if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-                    break
-            else:
-                pytest.fail("app.py ended without serving")
-            page = (
-                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(match[0], timeout=20).read().decode()
-            )
-            assert "tq_hf: a packed KV cache" in page
+            assert "tq_hf: a packed KV cache" in fetch(served_at(process, process.stdout))
         finally:
-            watchdog.cancel()
             process.terminate()
 
 

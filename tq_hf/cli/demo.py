@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Annotated
 
 import typer
@@ -39,8 +40,15 @@ def demo(
 
     quiet()
     blocks = build(choose_device(device), model or "", cache)
-    say("Ctrl-C ends it.")
     try:
-        launch(blocks, server_name=host, server_port=port, inbrowser=open_browser, quiet=False)
-    except OSError as error:  # gradio names the port
-        raise RequestError(f"--port {port}: {first_line(error)}") from error
+        _, address, _ = launch(
+            blocks, server_name=host, server_port=port, inbrowser=open_browser, prevent_thread_lock=True, quiet=True
+        )
+    except OSError as error:
+        where = f"--port {port}" if port else f"--host {host}"
+        raise RequestError(f"{where} cannot be listened on: choose another ({first_line(error)})") from error
+    say(f"The demo is at {address} . Ctrl-C ends it.")
+    try:
+        threading.Event().wait()
+    finally:
+        blocks.close(verbose=False)
