@@ -24,7 +24,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
              "--disable-component-update", "--disable-sync"]  # fmt: skip
 WIDTHS = {"desktop": 1280, "phone": 390}
 PATIENCE = 240_000.0  # milliseconds
-COLOURS = 160  # of a picture's palette: a page has few
+COLOURS = 250  # of a picture's palette: a page has few
 FOLDER = Path(__file__).parents[1] / "docs" / "img"
 
 

@@ -268,6 +268,26 @@ def test_a_new_chat_drops_the_cache(page: chat.Chat, folder: str) -> None:
     assert page.sessions.get("v") is not session
 
 
+def test_a_new_chat_ends_the_answer_that_is_being_written(
+    page: chat.Chat, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SHOW_SECONDS", 0.0)
+    messages = page.begin("Question", "", [], visitor())[2]
+    updates = page.respond(messages, [], folder, "tq2", 400, 0.0, visitor())
+    next(updates)
+    page.restart(visitor())
+    *_, end = updates
+    assert end[CHAT] == [] and end[METER] == "" and end[SEND]["visible"]
+    assert end[MESSAGES] == end[GROWTH] == {"__type__": "update"}  # they are the new chat's
+    assert not any(thread.name == "tq_hf-stream" for thread in threading.enumerate())
+
+
+def test_one_question_at_a_time(page: chat.Chat) -> None:
+    asked = page.begin("Question", "", [], visitor())[2]
+    refused = page.begin("Answer", "", asked, visitor())
+    assert "Wait for the answer" in refused[3] and refused[2] == {"__type__": "update"} and refused[5]["visible"]
+
+
 def test_the_handbook_begins_with_its_title() -> None:
     text = handbook.chapters(1, 4)
     assert text.startswith("This is the handbook") and re.findall(r"^\d", text, flags=re.M) == ["1", "4"]

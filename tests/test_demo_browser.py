@@ -165,6 +165,19 @@ def test_a_chat_shows_the_bytes_that_its_cache_has(browser: Browser, demo: Serve
     page.close()
 
 
+def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served, slow: None) -> None:
+    message_box(page).fill("Question")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#meter [data-nbytes]")).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    message_box(page).fill("Answer")
+    message_box(page).press("Enter")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#chat-status")).to_contain_text("Stopped.")
+    assert [said.inner_text().strip() for said in page.locator("#chat .user.message").all()] in (["Answer"], [])
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
 @pytest.fixture
 def slow(demo: Served) -> Iterator[None]:
     """A model that takes its time, so that there is something to stop."""

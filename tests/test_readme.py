@@ -111,3 +111,10 @@ def test_the_documented_names_exist() -> None:
 def test_the_version_is_the_packages() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'version = "{package.__version__}"' in project
+
+
+def test_the_pictures_exist_and_are_small() -> None:
+    pictures = re.findall(r"\]\((\S+\.png)\)", README)
+    assert {f"docs/img/demo_{page}_desktop.png" for page in ("chat", "side_by_side", "memory")} <= set(pictures)
+    for picture in pictures:
+        assert 0 < (ROOT / picture).stat().st_size < 300_000, picture

@@ -84,6 +84,9 @@ class Chat:
     def begin(self, text: str, document: str, messages: list[Message], request: gr.Request) -> tuple[Any, ...]:
         """Show the message at once, before it is its turn. Values for box, chat, messages, status, send, stop."""
         text = text.strip()
+        if messages and messages[-1]["role"] == "user":
+            said = "Wait for the answer, or stop it."
+            return gr.skip(), gr.skip(), gr.skip(), panels.status(said), *buttons(True)
         if not text:
             return gr.skip(), gr.skip(), gr.skip(), panels.error("Write a message first."), *buttons(False)
         if not messages and document.strip():
@@ -110,20 +113,23 @@ class Chat:
         if not messages or messages[-1]["role"] != "user":  # `begin` has refused the message
             yield (gr.skip(),) * 9
             return
-        stop = self.sessions.get(session_id).stop
+        session = self.sessions.get(session_id)
         if len(messages) == 1:
             growth = []
         answer: Answer | None = None
         try:
             # Closed at a stop, which ends the generation wherever it runs.
             with closing(self.answer(session_id, model, preset, messages, int(max_new_tokens), temperature)) as answers:
-                for answer in answers if not stop.is_set() else ():
+                for answer in answers if not session.stop.is_set() else ():
                     growth = [*growth, *answer.growth]
                     yield self._shown(messages, growth, preset, answer)
-                    if stop.is_set():
+                    if session.stop.is_set():
                         break
         except Exception as error:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.error(explain(error)), *buttons(False)
+            return
+        if session.over:  # a new chat has begun meanwhile, and the page shows that one
+            yield gr.skip(), [], gr.skip(), gr.skip(), "", "", gr.skip(), *buttons(False)
             return
         if answer is None:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.status("Stopped."), *buttons(False)
@@ -147,7 +153,7 @@ class Chat:
     def _shown(self, messages: list[Message], growth: Growth, preset: str, answer: Answer) -> tuple[Any, ...]:
         chat = display([*messages, {"role": "assistant", "content": answer.text}])
         meter, said = self._meter(growth, preset, answer), panels.status("Writing …")
-        return gr.skip(), chat, gr.skip(), gr.skip(), *meter, said, gr.skip(), gr.skip()
+        return gr.skip(), chat, gr.skip(), gr.skip(), *meter, said, *buttons(True)
 
     def _meter(self, growth: Growth, preset: str, answer: Answer) -> tuple[str, str]:
         """HTML of the counters and of the chart."""

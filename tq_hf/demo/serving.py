@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from transformers import AutoConfig, DynamicCache
 
 from .. import embedded_model
 from ..cache import TurboQuantCache
+from ..cli import is_out_of_memory
 from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
 from ..conversation import Conversation, context_length
@@ -110,9 +112,7 @@ class Models:
             weights = estimate_memory(AutoConfig.from_pretrained(name), context=1).weight_bytes
         except (OSError, ValueError) as error:  # not the loader again, which would wait for the network as long
             raise RequestError(f"no model could be loaded from {name}: {first_line(error)}") from error
-        free = (
-            torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else psutil.virtual_memory().available
-        )
+        free = free_bytes(self.device)
         if weights is not None and weights > MEMORY_SHARE * free:
             raise RequestError(
                 f"{name} has {weights / 2**30:.1f} GiB of weights, too much for this machine ({free / 2**30:.1f} GiB free):"
@@ -120,11 +120,21 @@ class Models:
             )
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device, or in the host where that cannot be told (on ZeroGPU outside of a call)."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
 @dataclass
 class Session:
-    """One visitor: the conversation on the model and preset that were used last, and whether Stop was pressed."""
+    """One visitor: the conversation on the model and preset that were used last, whether Stop was pressed, and whether it
+    is over (the visitor has left, or began a new chat)."""
 
     stop: threading.Event
+    over: bool = False
     key: tuple[str, str] | None = None
     conversation: Conversation | None = None
 
@@ -162,6 +172,7 @@ class Sessions:
         with self._lock:
             session = self._sessions.pop(session_id, None)
         if session is not None:
+            session.over = True
             session.stop.set()
 
     def __len__(self) -> int:
@@ -172,11 +183,10 @@ def explain(error: BaseException) -> str:
     """One line for the page. What nobody expected goes to the log as well."""
     if isinstance(error, RequestError):
         return str(error)
-    text = first_line(error)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         return "Out of memory. The cache was emptied: try a shorter text, a smaller model or a preset with fewer bits."
     traceback.print_exception(error, file=sys.stderr)
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def preset_choices() -> list[tuple[str, str]]:
