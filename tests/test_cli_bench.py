@@ -39,7 +39,7 @@ def test_each_run_is_warmed_up(tq_hf: CommandLine, word_folder: Path, monkeypatc
         return timed(model, ids, cache, new)
 
     monkeypatch.setattr(comparison, "generate_timed", noted)
-    tq_hf("bench", "--model", word_folder, "-n", 6, "--context", 100)
+    tq_hf("bench", "--model", word_folder, "-n", 6)  # 2,048 tokens and 6 new ones are more than its context
     assert runs == [(name, n) for name in ("DynamicCache", *["TurboQuantCache"] * 4) for n in (4, 6)]
 
 
@@ -77,7 +77,8 @@ def test_out_of_memory_is_a_row(tq_hf: CommandLine, word_folder: Path, monkeypat
         (["--context", "0"], "--context 0 is not possible: expected at least 1."),
         (["--context", "290"], "--context 290 and 32 new tokens are more than the model's context of 300."),
         (["-n", "1"], "Invalid value for '--max-new-tokens'"),
+        ([], "--context 512 and 32 new tokens are more than the model's context of 300."),
     ],
 )
 def test_requests_that_cannot_be_served(tq_hf: CommandLine, base_folder: Path, argv: list[str], said: str) -> None:
-    assert said in tq_hf("bench", "--model", base_folder, "--context", "100", *argv).error
+    assert said in tq_hf("bench", "--model", base_folder, *argv).error

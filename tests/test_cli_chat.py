@@ -6,10 +6,12 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,18 +212,26 @@ def test_in_a_terminal(word_folder: Path) -> None:
     os.close(theirs)
     seen = b""
 
-    def wait_for(text: bytes) -> None:
+    def wait_for(text: bytes, again: Callable[[], object] = lambda: None) -> None:
+        """Read until `text` is there; `again` is called in each second without output."""
         nonlocal seen
-        end = time.monotonic() + 60
+        end = time.monotonic() + 90
         while text not in seen:
             assert time.monotonic() < end, seen
-            seen += os.read(ours, 4096)
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+            else:
+                again()
         seen = seen.partition(text)[2]
+
+    def press_ctrl_c() -> None:
+        process.send_signal(signal.SIGINT)
 
     try:
         wait_for(b"> ")
-        process.send_signal(signal.SIGINT)
-        wait_for(b"Ctrl-D or /exit ends the chat.")
+        press_ctrl_c()
+        # Python's readline sees one only once it waits for keys, which it does a moment after the prompt.
+        wait_for(b"Ctrl-D or /exit ends the chat.", again=press_ctrl_c)
         wait_for(b"> ")
         os.write(ours, b"Question\n")
         wait_for(b"no page is packed yet]")

@@ -66,6 +66,11 @@ def test_what_fits_is_beside_the_weights(tq_hf: CommandLine, tmp_path: Path) -> 
     (made,) = result["presets"]
     assert made["sequences"] == estimate.largest_batch(40 - result["weight_bytes"] / 2**30)
     assert result["sequences_dynamic"] * 3 < made["sequences"]
+    argv = ["estimate", "--config", tmp_path, "--context", 32_768, "--gpu", 40, "-p", "tq4", "--weight-bits", 4]
+    quarter = tq_hf(*argv, "--json").json
+    assert quarter["weight_bytes"] == round(result["weight_bytes"] / 4)
+    assert quarter["presets"][0]["sequences"] == estimate.largest_batch(40 - quarter["weight_bytes"] / 2**30)
+    assert "Weights at 4 bits: 3.74 GiB, left out of what fits." in tq_hf(*argv).out
     assert tq_hf("estimate", "--config", tmp_path, "--gpu", 2, "-p", "tq4", "--json").json["presets"][0]["sequences"] == 0
 
 

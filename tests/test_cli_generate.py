@@ -133,6 +133,26 @@ def test_out_of_memory(tq_hf: CommandLine, word_folder: Path, monkeypatch: pytes
     assert result.err.splitlines()[-1].startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB):")
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "bench"])
+def test_what_the_cache_refuses_is_no_traceback(
+    tq_hf: CommandLine, word_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("head_dim=300 (of the keys) has no packed layout: expected an even head_dim from 16 to 256.")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", refuse)
+    monkeypatch.setattr("sys.stdin", Stdin("Question\n"))
+    result = tq_hf(command, "--model", word_folder)
+    assert (result.code, result.out) == (0 if command == "chat" else 2, "")
+    assert "head_dim=300 (of the keys) has no packed layout" in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("argv", [["--temperature", "nan"], ["--temperature", "inf"], ["--top-p", "nan"], ["--top-p", "0"]])
+def test_sampling_at_the_edge(tq_hf: CommandLine, word_folder: Path, argv: list[str]) -> None:
+    result = tq_hf("generate", "--model", word_folder, "-n", 2, "Question", "--temperature", 1, *argv)
+    assert result.code in (0, 2) and "Traceback" not in result.err
+
+
 def test_ctrl_c_shows_what_there_is(tq_hf: CommandLine, word_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(monkeypatch, 4)
     result = tq_hf("generate", "--model", word_folder, "-n", 300, PROMPT, "--json")

@@ -158,7 +158,10 @@ def test_importing_the_package_registers_the_attention(first: str) -> None:
 
 
 def test_the_package_alone_imports_nothing_large() -> None:
-    code = "import tq_hf, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import tq_hf, sys; assert tq_hf.errors.RequestError;"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert python("-c", code).returncode == 0
     with pytest.raises(AttributeError, match="module 'tq_hf' has no attribute 'nothing'"):
         __import__("tq_hf").nothing  # noqa: B018

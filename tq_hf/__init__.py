@@ -5,6 +5,7 @@ else, torch included, is imported when a name is first used: `tq_hf --help` need
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .registration import when_imported
@@ -44,12 +45,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported with all others."""
-    if name not in __all__:
-        raise AttributeError(f"module 'tq_hf' has no attribute {name!r}")
-    modules = {home: import_module(f".{home}", __name__) for home in _HOMES}
-    globals().update({each: getattr(modules[home], each) for home, names in _HOMES.items() for each in names})
-    return globals()[name]
+    """A public name, imported with all others, or a module of the package."""
+    if name in __all__:
+        modules = {home: import_module(f".{home}", __name__) for home in _HOMES}
+        globals().update({each: getattr(modules[home], each) for home, names in _HOMES.items() for each in names})
+        return globals()[name]
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'tq_hf' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

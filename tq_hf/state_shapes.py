@@ -19,8 +19,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, PretrainedConfig
 
-from .commands import first_line
 from .comparison import cache_argument
+from .errors import first_line
 from .memory import tensors_of
 from .model_layers import decoder_config
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..commands import Loaded
 
+CONTEXTS = [512, 2048]
 WARM_UP = 4  # new tokens of the run that is not measured
 
 
@@ -25,7 +26,8 @@ def bench(
         typer.Option("--cache", "-c", help="A preset, or bf16. Repeatable.", show_default="bf16, tq4, tq3, tq3v2, tq2"),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens of the prompt. Repeatable.", show_default="512, 2048")
+        list[int] | None,
+        typer.Option(help="Tokens of the prompt. Repeatable.", show_default=", ".join(map(str, CONTEXTS))),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="Tokens to decode.")] = 32,
     device: options.Device = None,
@@ -43,27 +45,30 @@ def bench(
     """
     from .estimate import OWN
 
-    names, contexts = cache or [options.BF16, *OWN], context or [512, 2048]
-    if short := [n for n in contexts if n < 1]:
+    names = cache or [options.BF16, *OWN]
+    for name in names:
+        options.require_cache(name, {})
+    if short := [n for n in context or () if n < 1]:
         raise RequestError(f"--context {short[0]} is not possible: expected at least 1.")
     loaded = options.load_model(model, device, dtype)
     from ..commands import versions
     from ..conversation import context_length
 
     limit = context_length(loaded.model.config)
+    # Without --context, what fits into the model's.
+    contexts = context or [n for n in CONTEXTS if limit is None or n + max_new_tokens <= limit] or CONTEXTS[:1]
     for n in contexts:
         if limit is not None and n + max_new_tokens > limit:
             raise RequestError(
                 f"--context {n} and {max_new_tokens} new tokens are more than the model's context of {limit}."
             )
-    for name in names:
-        options.new_cache(loaded.model.config, name)  # says now what is unknown
     rows = []
     for n in contexts:
         ids = _prompt(loaded, n)
         for name in names:
             say(f"{name} at {n:,} tokens ...")
-            rows.append({"cache": name, "context": n, **_measure(loaded, name, ids, max_new_tokens)})
+            with options.as_requests():
+                rows.append({"cache": name, "context": n, **_measure(loaded, name, ids, max_new_tokens)})
     where = _where(loaded.model.device)
     if as_json:
         print_json(

@@ -43,6 +43,7 @@ def chat(
     printf 'Hello\\nAnd in French?\\n' | tq_hf chat --json
     """
     changes = options.changes(set_)
+    options.require_cache(cache, changes)
     loaded = options.load_model(model, device, dtype)
     from ..conversation import Conversation, encode_chat
 
@@ -147,7 +148,7 @@ class _Session:
 
     def show(self, stream: Stream) -> bool:
         """Print an answer as it comes; whether it was stopped."""
-        with stream:
+        with stream, options.as_requests():
             try:
                 for event in stream:
                     if not self.as_json:
@@ -176,9 +177,7 @@ class _Session:
             )
             return
         print(" [stopped]" if stopped else "", flush=True)
-        say(
-            f"[{held:,} tokens, {stream.tokens_per_s:.1f} tokens/s; cache {against_bf16(self.cache, taken)}]"
-        )
+        say(f"[{held:,} tokens, {stream.tokens_per_s:.1f} tokens/s; cache {against_bf16(self.cache, taken)}]")
 
 
 def _end(stream: Stream) -> None:

@@ -39,6 +39,9 @@ def estimate(
         float | None,
         typer.Option(metavar="GIB", help="Say how many sequences fit into so much memory beside the weights."),
     ] = None,
+    weight_bits: Annotated[
+        float | None, typer.Option(min=0.0, help="Of quantized weights, with --gpu.", show_default="those of --dtype")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What a cache takes, from the model's config alone.
@@ -58,6 +61,8 @@ def estimate(
     options = {"new_tokens": new_tokens, "max_cache_len": max_cache_len, **changes(set_)}
     estimates = [_estimate(loaded, name, context, batch, dtype, options) for name in preset or OWN]
     weights, room = estimates[0].weight_bytes, None
+    if weights is not None and weight_bits is not None:
+        weights = round(weights * weight_bits / (8 * dtype_of(dtype).itemsize))
     if gpu is not None:
         room = max(0.0, gpu - (weights or 0) / 2**30)
     result = {
@@ -76,7 +81,11 @@ def estimate(
     if as_json:
         print_json(result)
     else:
-        _print(result, "DynamicCache" if max_cache_len is None else "StaticCache")
+        _print(
+            result,
+            stock="DynamicCache" if max_cache_len is None else "StaticCache",
+            width=f" in {dtype}" if weight_bits is None else f" at {weight_bits:g} bits",
+        )
 
 
 def _estimate(
@@ -103,7 +112,7 @@ def _as_dict(made: MemoryEstimate, sequences: int | None) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any], stock: str) -> None:
+def _print(result: dict[str, Any], stock: str, width: str) -> None:
     rows = [[f"{stock}, bf16", result["bytes_dynamic"], 1.0, result["sequences_dynamic"]]]
     rows += [[made["preset"], made["nbytes"], made["ratio"], made["sequences"]] for made in result["presets"]]
     columns, gpu, batch = ["cache", "bytes", "a sequence", "ratio"], result["gpu_gib"], result["batch"]
@@ -117,6 +126,6 @@ def _print(result: dict[str, Any], stock: str) -> None:
     print_table(f"{result['config']}: {sequences} of {result['context']:,} tokens", columns, cells)
     weights = result["weight_bytes"]
     if weights is not None:
-        print(f"Weights in {result['dtype']}: {size(weights)}" + ("." if gpu is None else ", left out of what fits."))
+        print(f"Weights{width}: {size(weights)}" + ("." if gpu is None else ", left out of what fits."))
     elif gpu is not None:
         print("The size of the weights is unknown: what fits is counted without them.")

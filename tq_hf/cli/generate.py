@@ -41,6 +41,7 @@ def generate(
     """
     text = options.read_prompt(prompt, prompt_file)
     changes = options.changes(set_)
+    options.require_cache(cache, changes)
     loaded = options.load_model(model, device, dtype)
     held = options.new_cache(loaded.model.config, cache, **changes)
 
@@ -57,7 +58,7 @@ def generate(
     how = options.sampling(temperature, top_p, seed)
     stream = Stream(loaded.model, loaded.tokenizer, ids.to(loaded.model.device), held, max_new_tokens=room, **how)
     stopped = False
-    with stream:
+    with stream, options.as_requests():
         try:
             for event in stream:
                 if not as_json:

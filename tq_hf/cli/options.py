@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,20 +91,35 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def new_cache(model_config: Any, name: str, **options: Any) -> Any:
+def require_cache(name: str, changes: dict[str, Any]) -> None:
+    """Refuse a cache that cannot be made for any model, before one is loaded."""
+    from ..config import TurboQuantConfig
+
+    if name != BF16:
+        try:
+            TurboQuantConfig.from_preset(name, **changes)
+        except ValueError as error:
+            raise RequestError(f"--cache {name}: {error}") from error
+    elif changes:
+        raise RequestError(f"--set does not fit --cache {BF16}: it changes fields of a preset.")
+
+
+def new_cache(model_config: Any, name: str, **changes: Any) -> Any:
     """The cache of that name for a model: a `TurboQuantCache`, or transformers' `DynamicCache` for `bf16`."""
     from transformers import DynamicCache
 
     from ..cache import TurboQuantCache
 
-    if name == BF16:
-        if options:
-            raise RequestError(f"--set does not fit --cache {BF16}: it changes fields of a preset.")
-        return DynamicCache(config=model_config)
+    return DynamicCache(config=model_config) if name == BF16 else TurboQuantCache(model_config, name, **changes)
+
+
+@contextmanager
+def as_requests() -> Iterator[None]:
+    """What a model or a cache refuses at its first tokens (a head_dim without pages, a sampling option) is a request too."""
     try:
-        return TurboQuantCache(model_config, name, **options)
+        yield
     except ValueError as error:
-        raise RequestError(f"--cache: {error}" if "preset=" in str(error) else str(error)) from error
+        raise RequestError(first_line(error)) from error
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
