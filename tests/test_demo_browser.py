@@ -30,6 +30,7 @@ from tq_hf.streaming import Stream, cache_size
 
 pytestmark = pytest.mark.skipif(screenshots.chromium() is None, reason="there is no Chromium: apt install chromium")
 CPU = torch.device("cpu")
+expect.set_options(timeout=60_000)  # a busy machine
 TABS = ("Chat", "Side by side", "Memory")
 TEXT = " ".join((words() * 3)[:250])
 
