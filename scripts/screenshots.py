@@ -1,6 +1,6 @@
-"""Take the README's pictures of the demo: a real session in headless Chromium, at a desktop's and a phone's width.
+"""Take the pictures of the demo that READMEs show: a real session in headless Chromium, at a desktop's and a phone's width.
 
-    python scripts/screenshots.py            into docs/img
+    python scripts/screenshots.py            into scripts/space/pictures
 
 Needs the extra test and Debian's package chromium. The embedded model writes; nothing is staged.
 """
@@ -25,7 +25,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"
 WIDTHS = {"desktop": 1280, "phone": 390}
 PATIENCE = 240_000.0  # milliseconds
 COLOURS = 250  # of a picture's palette: a page has few
-FOLDER = Path(__file__).parents[1] / "docs" / "img"
+FOLDER = Path(__file__).parent / "space" / "pictures"
 
 
 def chromium() -> str | None:
@@ -103,7 +103,7 @@ STEPS: dict[str, Callable[[Page], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="default: docs/img")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="default: scripts/space/pictures")
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     with serving() as address, browser() as started:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 import tq_hf as package
-from eval import word_perplexity
+from eval import headline, word_perplexity
 from eval.results import read_all
 from eval.summary import tables
 from tests.command_line import CommandLine
@@ -22,6 +22,8 @@ from tq_hf.config import DEFAULT_PRESET
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EVAL = (ROOT / "eval" / "README.md").read_text(encoding="utf-8")
+PLACES = ("eval", "scripts", "scripts/space", "tests/conformance", "tq_hf")
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -54,7 +56,11 @@ def test_the_quality_tables_are_what_was_measured() -> None:
     shown = tables(read_all(ROOT / "eval/results/ablation_h200"))
     assert list(shown) == ["windows of 2,048", "windows of 8,192", "single changes"]
     for name, table in shown.items():
-        assert table in README, f"{name}: print it with python -m eval.summary"
+        assert table in EVAL, f"{name}: print it with python -m eval.summary"
+
+
+def test_the_table_of_presets_costs_is_what_was_measured() -> None:
+    assert headline.table(ROOT / "eval/results") in README, "print it with python -m eval.headline eval/results"
 
 
 def test_the_studies_tables_are_what_was_measured() -> None:
@@ -66,10 +72,10 @@ def test_the_studies_tables_are_what_was_measured() -> None:
     strict = [(heading, table) for heading, table in found["gsm8k"] if "strict-match" in heading]
     assert len(strict) == 2 and len(found["longctx"]) == 1
     for heading, table in [*strict, *found["longctx"]]:
-        assert table in README, heading
+        assert table in EVAL, heading
     words = json.loads((folder / "word_perplexity.json").read_text("utf-8"))
     assert word_perplexity.table(words) == (folder / "word_perplexity.md").read_text("utf-8")
-    assert word_perplexity.table(words) in README
+    assert word_perplexity.table(words) in EVAL
 
 
 def test_the_preset_table_is_the_layouts() -> None:
@@ -130,8 +136,14 @@ def test_the_version_is_the_packages() -> None:
     assert f'version = "{package.__version__}"' in project
 
 
-def test_the_pictures_exist_and_are_small() -> None:
-    pictures = re.findall(r"\]\((\S+\.png)\)", README)
-    assert {f"docs/img/demo_{page}_desktop.png" for page in ("chat", "side_by_side", "memory")} <= set(pictures)
-    for picture in pictures:
-        assert 0 < (ROOT / picture).stat().st_size < 300_000, picture
+def test_what_readmes_link_to_exists() -> None:
+    shown = set()
+    for readme in (ROOT / "README.md", *(ROOT / place / "README.md" for place in PLACES)):
+        for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8")):
+            if not link.startswith("https://"):
+                target = readme.parent / link
+                assert target.exists(), f"{readme}: {link}"
+                if target.suffix == ".png":
+                    assert target.stat().st_size < 300_000, target
+                    shown.add(target.name)
+    assert {f"demo_{page}_desktop.png" for page in ("chat", "side_by_side", "memory")} <= shown
