@@ -206,8 +206,10 @@ def verdict(preset: str, race: Race) -> str:
     exact, packed = race.sides
     part = first_difference(exact.tokens, packed.tokens)
     ratio = exact.size.nbytes / packed.size.nbytes if packed.size.nbytes else 0.0
-    same = f"the same {len(exact.tokens)} tokens" if part is None else f"the first {part} tokens are the same"
-    return f"{preset}: {ratio:.2f} times less cache memory, {same}."
+    same = f"all {len(exact.tokens)} tokens are the same"
+    if part is not None:
+        same = f"token {part + 1} is the first that differs"
+    return f"{preset}: a cache {ratio:.2f} times smaller, {same}."
 
 
 def _card(name: str, css: str, side: Side, part: int | None) -> str:
