@@ -50,8 +50,8 @@ def served(folder: str) -> Iterator[Served]:
     made: dict[str, Any] = {}
 
     def keep(name: str, factory: Any) -> Any:
-        def make(*args: Any) -> Any:
-            made[name] = factory(*args)
+        def make(*args: Any, **options: Any) -> Any:
+            made[name] = factory(*args, **options)
             return made[name]
 
         return make

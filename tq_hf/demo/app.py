@@ -77,5 +77,5 @@ def launch(blocks: gr.Blocks | None = None, **options: Any) -> Any:
     blocks = build() if blocks is None else blocks
     theme = gr.themes.Default(primary_hue="teal", neutral_hue="slate", font=FONT, font_mono=MONO)
     css = files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    defaults = {"ssr_mode": False, "footer_links": ["gradio"], "show_error": True}
+    defaults = {"ssr_mode": False, "footer_links": ["gradio"], "show_error": True, "max_file_size": 1}  # no page takes files
     return blocks.launch(theme=theme, css=css, **(defaults | options))

@@ -84,9 +84,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 # Building a model, or the config alone (labels), takes an object for each of these, on the meta device too.
-_COUNT = re.compile(r"layer|label|depth|block|expert|head|stage|codebook", re.IGNORECASE)
+_LAYERS = re.compile(r"layer|depth|block|stage", re.IGNORECASE)
+_COUNT = re.compile(rf"{_LAYERS.pattern}|label|expert|head|codebook", re.IGNORECASE)
 _SIZE = re.compile(r"size|dim|width|token|period|offset|_ids?$", re.IGNORECASE)  # costs nothing there
-MAX_LAYERS, MAX_COUNT, MAX_NESTING = 256, 1024, 8
+MAX_LAYERS, MAX_COUNT, MAX_NESTING = 256, 1 << 14, 8
 
 
 def require_countable(settings: Any, nesting: int = 0) -> None:
@@ -102,7 +103,7 @@ def require_countable(settings: Any, nesting: int = 0) -> None:
         if isinstance(value, (dict, list)):
             require_countable(value, nesting + 1)
         elif isinstance(value, int) and name is not None and _COUNT.search(name) and not _SIZE.search(name):
-            most = MAX_LAYERS if "layer" in name.lower() else MAX_COUNT
+            most = MAX_LAYERS if _LAYERS.search(name) else MAX_COUNT
             if value > most:
                 raise ValueError(f"{name} is {value:.6g}: expected at most {most}.")
 
