@@ -95,8 +95,8 @@ class Stream(Iterator[StreamEvent]):
     """An iterator of `StreamEvent` over one call of `model.generate()`, which starts with the first `next()`.
 
     When it has ended, or was stopped, the cache holds the prompt and all new tokens but the newest, and a further call with
-    all ids (the prompt's, the new ones, and what follows) goes on from there. After an error it is empty. A stream that nobody
-    refers to any more ends, and lets go of its cache.
+    all ids (the prompt's, the new ones, and what follows) goes on from there. After an error it is empty. A stream that
+    nobody refers to any more ends, and lets go of its cache.
 
     Args:
         model: a causal language model of transformers.

@@ -12,7 +12,6 @@ from ..errors import RequestError, first_line
 from . import options
 from .output import say
 
-
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

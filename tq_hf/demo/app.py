@@ -38,7 +38,7 @@ def build(
         device: where models run; None: CUDA where there is one.
         model: the hub id or folder to begin with; empty: the embedded model.
         preset: the preset to begin with, or `EXACT`.
-        public: visitors are strangers, who may name models of the hub (safetensors, no code), but no folders of this machine.
+        public: visitors are strangers, who may name models of the hub (safetensors, no code), but no folders here.
 
     Raises:
         RequestError: an unknown preset, or a model that cannot be loaded.
@@ -47,11 +47,12 @@ def build(
     sessions = Sessions()
     models = Models(device, own=model, public=public, dropped=sessions.forget)
     new_cache(models.get(model).model, preset)
+    others = "or a hub id" if public else "or a hub id, or a folder"
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=False) as blocks:
         gr.HTML(INTRO)
         with gr.Row(elem_classes="tq-choice"):
             name = gr.Textbox(
-                model, label="Model", placeholder=f"{embedded_model.NAME} (or a hub id{'' if public else ', or a folder'})", elem_id="model",
+                model, label="Model", placeholder=f"{embedded_model.NAME} ({others})", elem_id="model",
                 scale=2, min_width=200, max_lines=1,
             )  # fmt: skip
             chosen = gr.Dropdown(preset_choices(), value=preset, label="Cache", elem_id="preset", min_width=200)

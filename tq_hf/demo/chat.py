@@ -179,7 +179,8 @@ class Chat:
     def restart(self, model: str, preset: str, request: gr.Request) -> tuple[Any, ...]:
         """Values for chat, messages, growth, meter, chart, status, send, stop."""
         self.sessions.drop(str(request.session_hash))
-        return [], [], [], self.promise([], model, preset), "", panels.status("A new chat: the cache is empty."), *buttons(False)
+        said = panels.status("A new chat: the cache is empty.")
+        return [], [], [], self.promise([], model, preset), "", said, *buttons(False)
 
 
 def display(messages: list[Message]) -> list[Message]:
