@@ -120,7 +120,7 @@ def test_strangers_get_no_folders_no_pickles_and_no_code(folder: str, monkeypatc
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(serving.PretrainedConfig, "get_config_dict", lambda name, **_: ({"num_labels": 3}, {}))
     monkeypatch.setattr(
-        serving.AutoConfig, "from_pretrained", lambda name, **trust: asked.append(trust) or LlamaConfig()
+        serving.AutoConfig, "from_pretrained", lambda name, **trust: asked.append(trust) or LlamaConfig(num_hidden_layers=1)
     )
     models = serving.Models(CPU, lambda name, device, **trust: asked.append(trust), public=True)
     models.get("some/model")
