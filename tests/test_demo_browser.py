@@ -50,8 +50,8 @@ def served(folder: str) -> Iterator[Served]:
     made: dict[str, Any] = {}
 
     def keep(name: str, factory: Any) -> Any:
-        def make(*args: Any) -> Any:
-            made[name] = factory(*args)
+        def make(*args: Any, **options: Any) -> Any:
+            made[name] = factory(*args, **options)
             return made[name]
 
         return make
@@ -162,7 +162,7 @@ def test_a_chat_shows_the_bytes_that_its_cache_has(browser: Browser, demo: Serve
     assert page.locator("#chat .user.message").first.inner_text().strip() == "Question"  # the text has its own place
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("#chat .message")).to_have_count(0)
-    expect(page.locator("#meter")).to_have_text("")
+    expect(page.locator("#meter")).to_contain_text("tq4 cache at 2,048 tokens")
     page.close()
 
 
@@ -177,6 +177,21 @@ def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served,
     expect(page.locator("#chat-status")).to_contain_text("Stopped.")
     assert [said.inner_text().strip() for said in page.locator("#chat .user.message").all()] in (["Answer"], [])
     expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_a_new_chat_while_waiting_can_be_begun_again(browser: Browser, demo: Served, slow: None) -> None:
+    first, second = visit(browser, demo.address), visit(browser, demo.address)
+    for page in (first, second):
+        message_box(page).fill("Question")
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(second.locator("#chat-status")).to_contain_text("Waiting for the model")
+    second.get_by_role("button", name="New chat").click()
+    expect(second.get_by_role("button", name="Send")).to_be_visible()
+    first.get_by_role("button", name="Stop").click()
+    send(second, "Answer")
+    first.close()
+    second.close()
 
 
 @pytest.fixture
@@ -218,7 +233,7 @@ def test_side_by_side_is_what_both_caches_write(browser: Browser, demo: Served, 
     page.get_by_label("Prompt").fill(TEXT)
     page.get_by_role("button", name="Compare").click()
     page.locator("#divergence figure").wait_for()
-    expect(page.locator("#compare-status")).to_contain_text("times less cache memory")
+    expect(page.locator("#compare-status")).to_contain_text("times smaller")
 
     loaded = demo.models.get(demo.folder)
     ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": TEXT}])

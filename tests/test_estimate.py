@@ -13,7 +13,9 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, StaticCach
 
 from tests.tiny_models import FAMILIES, cache_for, prompt, tiny_model
 from tq_hf import PRESETS, TurboQuantCache, estimate_memory
+from tq_hf import estimate as estimate_module
 from tq_hf.comparison import cache_argument, cache_nbytes
+from tq_hf.estimate import LARGEST_BATCH
 from tq_hf.state_shapes import model_shapes
 
 LLAMA_8B = LlamaConfig(
@@ -196,6 +198,20 @@ def test_how_many_sequences_fit() -> None:
         assert taken[0] <= 60 * 2**30 < taken[1]
     assert estimate.largest_batch(60) > 3 * estimate.largest_batch(60, dynamic=True) > 0
     assert estimate.largest_batch(0.01) == 0
+    assert estimate.largest_batch(float("inf")) == LARGEST_BATCH
+
+
+def test_the_largest_batch_takes_few_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = estimate_memory(LlamaConfig(num_hidden_layers=2), "tq4", 5000, 8)
+    batches: list[int] = []
+    whole = estimate_module._estimate
+
+    def counted(*arguments: Any) -> Any:
+        batches.append(arguments[3])
+        return whole(*arguments)
+
+    monkeypatch.setattr(estimate_module, "_estimate", counted)
+    assert made.largest_batch(40) > 500 and len(batches) <= 8  # doubling and halving takes twice as many
 
 
 def test_the_weights_are_counted_once_where_they_are_tied() -> None:

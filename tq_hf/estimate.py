@@ -67,9 +67,20 @@ class MemoryEstimate(CacheReport):
             made = _estimate(config, preset, context, batch, *others)
             return (made.bytes_dynamic if dynamic else made.nbytes) <= room
 
-        low, high = 0, 1
-        while high <= LARGEST_BATCH and fits(high):
-            low, high = high, 2 * high
+        # Bytes grow almost evenly with the rows, so that the answer is near; an estimate takes milliseconds a layer.
+        held = self.bytes_dynamic if dynamic else self.nbytes
+        guess = max(1, int(min(LARGEST_BATCH, room / held * self.batch))) if held else LARGEST_BATCH
+        step = 1
+        if fits(guess):
+            low, high = guess, guess + step
+            while high <= LARGEST_BATCH and fits(high):
+                step *= 2
+                low, high = high, high + step
+        else:
+            low, high = guess - step, guess
+            while low > 0 and not fits(low):
+                step *= 2
+                low, high = max(0, low - step), low
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

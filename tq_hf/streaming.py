@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,7 +28,9 @@ from .comparison import cache_argument
 from .compat import reset_cache
 from .reports import LayerReport, stock_report
 
-DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")  # options of `generate()` that make several tokens at a time
+# Options of `generate()` that make several tokens at a time.
+DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+SEVERAL = ("num_beams", "num_return_sequences")  # and those that make several sequences
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Stream(Iterator[StreamEvent]):
     """An iterator of `StreamEvent` over one call of `model.generate()`, which starts with the first `next()`.
 
     When it has ended, or was stopped, the cache holds the prompt and all new tokens but the newest, and a further call with
-    all ids (the prompt's, the new ones, and what follows) goes on from there. After an error it is empty.
+    all ids (the prompt's, the new ones, and what follows) goes on from there. After an error it is empty. A stream that
+    nobody refers to any more ends, and lets go of its cache.
 
     Args:
         model: a causal language model of transformers.
@@ -103,8 +107,8 @@ class Stream(Iterator[StreamEvent]):
         options: further arguments of `generate()`, e.g. `do_sample`.
 
     Raises:
-        ValueError: not one row of ids with at least one token, `max_new_tokens` below 1, or an option that makes several
-            tokens at a time. Whatever `generate()` raises is raised by `next()`.
+        ValueError: not one row of ids with at least one token, `max_new_tokens` below 1, an option that makes several
+            tokens at a time or several sequences, or `use_cache=False`. Whatever `generate()` raises is raised by `next()`.
     """
 
     def __init__(
@@ -114,45 +118,49 @@ class Stream(Iterator[StreamEvent]):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: expected [1, tokens], at least one token.")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} is not possible: expected at least 1.")
-        if several := [name for name in DRAFTING if options.get(name)]:
+        several = [name for name in DRAFTING if options.get(name)]
+        if several := several + [name for name in SEVERAL if (options.get(name) or 1) > 1]:
             raise ValueError(f"{', '.join(several)} cannot be streamed: expected one sequence, a token at a time.")
+        if not options.get("use_cache", True):
+            raise ValueError("use_cache=False cannot be streamed: expected that the cache is used.")
         self.model, self.input_ids, self.cache = model, input_ids, cache
-        self.options = {"max_new_tokens": max_new_tokens, **options}
+        # A model's own generation config may ask for beams, or for no cache (it was saved after training).
+        self.options = {"num_beams": 1, "use_cache": True, "max_new_tokens": max_new_tokens, **options}
         self.text = ""
         self.tokens: list[int] = []
         self.times: list[float] = []
         self._pieces = _Pieces(tokenizer)
-        self._arrived: queue.SimpleQueue[tuple[int, float] | BaseException | None] = queue.SimpleQueue()
-        self._go = threading.Semaphore(0)
-        self._stop = threading.Event()
+        self._run = _Run()
         self._thread: threading.Thread | None = None
-        self._prompt_seen = self._ended = self._failed = False
-        self._seconds = self._since = 0.0
+        self._ended = self._failed = False
+        weakref.finalize(self, self._run.stop).atexit = False
 
-    # -- the consumer's side -------------------------------------------------------------------------------------------
     def __next__(self) -> StreamEvent:
         if self._ended or (self._thread is None and self.stopped):
             raise StopIteration
         if self._thread is None:
-            self._thread = threading.Thread(target=self._generate, name="tq_hf-stream", daemon=True)
+            arguments = self.model, self.input_ids, self.cache, self.options
+            self._thread = threading.Thread(
+                target=self._run.generate, args=arguments, name="tq_hf-stream", daemon=True
+            )
             self._thread.start()
         else:
-            self._go.release()
-        arrived = self._arrived.get()
+            self._run.go.release()
+        arrived = self._run.arrived.get()
         if not isinstance(arrived, tuple):
             self._ended, self._failed = True, arrived is not None
             self._thread.join()
             raise StopIteration if arrived is None else arrived
         token, seconds = arrived
+        self.tokens.append(token)  # before anything that may fail: `held` counts on it
+        self.times.append(seconds)
         piece = self._pieces.add(token)
         self.text += piece
-        self.tokens.append(token)
-        self.times.append(seconds)
         return StreamEvent(token, piece, self.text, len(self.tokens), seconds, cache_size(self.cache))
 
     def stop(self) -> None:
         """No more tokens after the one that is being computed, if any. May be called from any thread."""
-        self._stop.set()
+        self._run.stopped.set()
 
     def close(self) -> None:
         """Stop, and wait until `generate()` has ended, whatever it raises."""
@@ -177,7 +185,7 @@ class Stream(Iterator[StreamEvent]):
     @property
     def stopped(self) -> bool:
         """Whether somebody asked for a stop."""
-        return self._stop.is_set()
+        return self._run.stopped.is_set()
 
     @property
     def held(self) -> list[int]:
@@ -194,24 +202,39 @@ class Stream(Iterator[StreamEvent]):
         """New tokens after the first, by the time they took; 0 if there are none."""
         return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else 0.0
 
-    # -- the thread's side ---------------------------------------------------------------------------------------------
-    def _generate(self) -> None:
+
+class _Run:
+    """The thread's side of a stream. It does not refer to the `Stream`, so that an abandoned one can end."""
+
+    def __init__(self) -> None:
+        self.arrived: queue.SimpleQueue[tuple[int, float] | BaseException | None] = queue.SimpleQueue()
+        self.go = threading.Semaphore(0)
+        self.stopped = threading.Event()
+        self._prompt_seen = False
+        self._seconds = self._since = 0.0
+
+    def stop(self) -> None:
+        """End without waiting for the consumer."""
+        self.stopped.set()
+        self.go.release()
+
+    def generate(self, model: Any, input_ids: Tensor, cache: Any, options: dict[str, Any]) -> None:
         self._since = time.perf_counter()
         error: BaseException | None = None
         try:
-            self.model.generate(
-                self.input_ids,
-                attention_mask=torch.ones_like(self.input_ids),
-                **{cache_argument(self.model): self.cache},
+            model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                **{cache_argument(model): cache},
                 streamer=self,
-                **self.options,
+                **options,
             )
         except _Stopped:
             pass
         except BaseException as raised:
-            reset_cache(self.cache)  # its layers may have been left with unequal lengths
+            reset_cache(cache)  # its layers may have been left with unequal lengths
             error = raised
-        self._arrived.put(error)
+        self.arrived.put(error)
 
     def put(self, tokens: Tensor) -> None:
         """New ids, from `generate()`: the prompt first, then one at a time."""
@@ -219,9 +242,9 @@ class Stream(Iterator[StreamEvent]):
             self._prompt_seen = True
             return
         self._seconds += time.perf_counter() - self._since
-        self._arrived.put((int(tokens), self._seconds))
-        self._go.acquire()
-        if self.stopped:
+        self.arrived.put((int(tokens), self._seconds))
+        self.go.acquire()
+        if self.stopped.is_set():
             raise _Stopped
         self._since = time.perf_counter()
 

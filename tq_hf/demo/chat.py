@@ -26,6 +26,7 @@ EXAMPLES = [
 DOCUMENT = chapters(1, 2, 4)
 MESSAGE_CHARACTERS = 60_000
 BREAK = "\n\n---\n\n"  # between the document and the first question
+SHOWN = "shown"  # of a message that holds the document as well: the question alone
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Chat:
         loaded = self.models.get(model)
         conversation = self.sessions.get(session_id).conversation_on(loaded, preset)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        with conversation.reply(messages, max_new_tokens, **sampling) as stream:
+        asked = [{"role": message["role"], "content": message["content"]} for message in messages]
+        with conversation.reply(asked, max_new_tokens, **sampling) as stream:
             prompt, shown = stream.input_ids.shape[1], 0.0
             growth: Growth = []
             event: StreamEvent | None = None
@@ -89,13 +91,14 @@ class Chat:
             return gr.skip(), gr.skip(), gr.skip(), panels.status(said), *buttons(True)
         if not text:
             return gr.skip(), gr.skip(), gr.skip(), panels.error("Write a message first."), *buttons(False)
+        message = {"role": "user", "content": text}
         if not messages and document.strip():
-            text = f"{document.strip()}{BREAK}{text}"
-        if len(text) > MESSAGE_CHARACTERS:
-            said = f"This message has {len(text):,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
+            message = {"role": "user", "content": f"{document.strip()}{BREAK}{text}", SHOWN: text}
+        if (length := len(message["content"])) > MESSAGE_CHARACTERS:
+            said = f"This message has {length:,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
             return gr.skip(), gr.skip(), gr.skip(), panels.error(said), *buttons(False)
         self.sessions.get(str(request.session_hash)).stop.clear()
-        messages = [*messages, {"role": "user", "content": text}]
+        messages = [*messages, message]
         return "", display(messages), messages, panels.status("Waiting for the model …"), *buttons(True)
 
     def respond(
@@ -129,7 +132,8 @@ class Chat:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.error(explain(error)), *buttons(False)
             return
         if session.over:  # a new chat has begun meanwhile, and the page shows that one
-            yield gr.skip(), [], gr.skip(), gr.skip(), "", "", gr.skip(), *buttons(False)
+            meter = self.promise([], model, preset)
+            yield gr.skip(), [], gr.skip(), gr.skip(), meter, "", gr.skip(), *buttons(False)
             return
         if answer is None:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.status("Stopped."), *buttons(False)
@@ -165,18 +169,23 @@ class Chat:
         self.sessions.get(str(request.session_hash)).stop.set()
         return panels.status("Stopping …")
 
-    def restart(self, request: gr.Request) -> tuple[Any, ...]:
-        """Values for chat, messages, growth, meter, chart, status."""
+    def promise(self, messages: list[Message], model: str, preset: str) -> Any:
+        """HTML of the counters as long as there is nothing to count: what a full context is going to take."""
+        if messages or (loaded := self.models.ready(model)) is None:
+            return gr.skip() if messages else ""
+        full = self.models.at_full_context(loaded, preset)
+        return panels.promise(preset, full) if full else ""
+
+    def restart(self, model: str, preset: str, request: gr.Request) -> tuple[Any, ...]:
+        """Values for chat, messages, growth, meter, chart, status, send, stop."""
         self.sessions.drop(str(request.session_hash))
-        return [], [], [], "", "", panels.status("A new chat: the cache is empty.")
+        said = panels.status("A new chat: the cache is empty.")
+        return [], [], [], self.promise([], model, preset), "", said, *buttons(False)
 
 
 def display(messages: list[Message]) -> list[Message]:
     """The chat as it is shown: of the first message the question, for the document has its own place."""
-    shown = [dict(message) for message in messages]
-    for message in shown[:1]:
-        message["content"] = message["content"].rpartition(BREAK)[2]
-    return shown
+    return [{"role": message["role"], "content": message.get(SHOWN, message["content"])} for message in messages]
 
 
 def taken_back(messages: list[Message]) -> tuple[str, list[Message], list[Message]]:
@@ -188,12 +197,12 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
     """Lay the page out. `model` and `preset` are shared with the other pages."""
     handlers = Chat(models, sessions)
     messages, growth = gr.State([]), gr.State([])
-    meter = gr.HTML("", elem_id="meter")
+    meter = gr.HTML(handlers.promise([], model.value, preset.value), elem_id="meter")
     with gr.Row(equal_height=False):
         with gr.Column(scale=3, min_width=320):
             chat = gr.Chatbot(
-                label="Chat", height=400, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
-                placeholder="Ask about the handbook of the tide station, or change the text below.",
+                label="Chat", height=280, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
+                placeholder="Ask about the handbook of the tide station, or open “The text you talk about” and change it.",
             )  # fmt: skip
             box = gr.Textbox(label="Message", placeholder="Ask something …", lines=1, max_lines=8, elem_id="message")
             with gr.Row(elem_classes="tq-buttons"):
@@ -226,5 +235,6 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
     stop.click(handlers.stop, None, status, queue=False, **quiet)
     gr.on(
         [new.click, chat.clear], handlers.restart,
-        None, [chat, messages, growth, meter, chart, status], queue=False, **quiet,
+        [model, preset], [chat, messages, growth, meter, chart, status, send, stop], queue=False, **quiet,
     )  # fmt: skip
+    preset.change(handlers.promise, [messages, model, preset], meter, queue=False, **quiet)

@@ -41,6 +41,17 @@ def size_counters(preset: str, size: CacheSize, tokens: int, speed: float, full:
     )
 
 
+def promise(preset: str, full: MemoryEstimate) -> str:
+    """What a chat is going to save, before it has begun."""
+    return (
+        '<div class="tq-counters">'
+        + counter(f"{preset} cache at {full.context:,} tokens", mib(full.nbytes), css="tq-packed")
+        + counter("in bf16", mib(full.bytes_dynamic), css="tq-exact")
+        + counter("smaller", f"{full.ratio:.2f}×", css="tq-hero")
+        + "</div>"
+    )
+
+
 def growth_chart(preset: str, growth: Sequence[tuple[int, int, int]]) -> str:
     """Bytes against tokens, both caches."""
     lines = [Line("bf16", "tq-exact", [(tokens, in_bf16) for tokens, _, in_bf16 in growth])]
