@@ -9,7 +9,7 @@ shapes from a model without memory (`state_shapes.py`). So whatever the cache de
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class MemoryEstimate(CacheReport):
     batch: int
     bytes_dynamic: int
     weight_bytes: int | None
-    _arguments: tuple[Any, ...]
+    _arguments: tuple[Any, ...] = field(compare=False)  # a config has no hash
 
     @property
     def ratio(self) -> float:
