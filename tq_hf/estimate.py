@@ -89,8 +89,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What `TurboQuantCache(config, preset, ...)` holds once it has taken `context` tokens in each of `batch` rows.
 
-    To the byte what `cache.report()` says then, after a prompt in one forward pass and decoding, without padding, beams or
-    forks. Of an encoder-decoder model it is the decoder's own cache.
+    To the byte what `cache.report()` says then, after a prompt in one forward pass and decoding, without padding, beams,
+    forks or offloading. Of an encoder-decoder model it is the decoder's own cache.
 
     Args:
         config: the model's config.
