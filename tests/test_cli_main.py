@@ -14,7 +14,8 @@ import pytest
 from tests.command_line import CommandLine
 from tests.test_readme import table
 from tq_hf import PRESETS, __version__
-from tq_hf.cli import is_out_of_memory, presets
+from tq_hf.cli import is_out_of_memory, options, presets
+from tq_hf.errors import RequestError
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("chat", "generate", "estimate", "bench", "presets", "demo", "lm-eval")
@@ -144,6 +145,50 @@ def test_a_reader_that_has_seen_enough(tq_hf: CommandLine) -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tq_hf", "presets", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device: make room on the disk.\n"
+
+
+def test_no_command_shows_the_help_and_no_empty_error() -> None:
+    done = python("-m", "tq_hf")
+    assert done.returncode == 2 and "Usage: tq_hf" in done.stdout and "error" not in done.stderr
+
+
+def test_a_seed_that_torch_does_not_take() -> None:
+    with pytest.raises(RequestError, match="--seed 100000000000000000000 is not possible"):
+        options.sampling(1.0, 1.0, 10**20)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import tq_hf, importlib.util; importlib.util.find_spec('transformers.modeling_utils')",  # looks, imports nothing
+        "import tq_hf, importlib, sys; importlib.reload(tq_hf)\n"
+        "assert sum('tq_hf' in type(finder).__module__ for finder in sys.meta_path) == 1",
+        # one thread begins with our name, the other with transformers'
+        "import tq_hf, threading; errors = []; threading.excepthook = errors.append\n"
+        "def ours(): tq_hf.TurboQuantCache\n"
+        "def theirs(): import transformers.modeling_utils\n"
+        "threads = [threading.Thread(target=f) for f in (ours, theirs, ours, theirs)]\n"
+        "for t in threads: t.start()\n"
+        "for t in threads: t.join()\n"
+        "assert not errors, errors",
+    ],
+)
+def test_the_attention_is_registered_whatever_came_before(before: str) -> None:
+    code = (
+        f"{before}\nimport sys; from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known\n"
+        "assert 'turboquant' in known; assert not [f for f in sys.meta_path if 'tq_hf' in type(f).__module__]"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("first", ["import tq_hf, transformers", "import transformers.modeling_utils, tq_hf"])

@@ -266,3 +266,8 @@ def test_other_configs_are_refused() -> None:
         estimate_memory({"model_type": "llama"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no cache can be estimated for a 'clip' model"):
         model_shapes(tf.CLIPConfig(), torch.bfloat16)
+
+
+def test_an_estimate_can_be_a_key() -> None:
+    first, second = (estimate_memory(copy.deepcopy(LLAMA_8B), context=100) for _ in range(2))
+    assert first == second and len({first, second}) == 1

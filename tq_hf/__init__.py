@@ -47,6 +47,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """A public name, imported with all others, or a module of the package."""
     if name in __all__:
+        # First what imports us when it is done: the other way round, two threads could wait for each other.
+        import_module("transformers.modeling_utils")
         modules = {home: import_module(f".{home}", __name__) for home in _HOMES}
         globals().update({each: getattr(modules[home], each) for home, names in _HOMES.items() for each in names})
         return globals()[name]

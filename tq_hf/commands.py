@@ -107,6 +107,8 @@ def load_config(name: str | None) -> PretrainedConfig:
             return config_of(Path(name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, RequestError) as error:
             raise RequestError(f"{name} is no model's config: {first_line(error)}") from error
+    if name is not None and name.endswith(".json"):
+        raise RequestError(f"the file {name} does not exist.")
     source, shown = _source(name)
     try:
         return AutoConfig.from_pretrained(source)

@@ -91,7 +91,7 @@ class TurboQuantConfig:
         return html_table(title, ["field", "value"], [[f.name, str(getattr(self, f.name))] for f in fields(self)])
 
     @classmethod
-    def from_preset(cls, preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
+    def from_preset(cls, preset: str | TurboQuantConfig, /, **overrides: Any) -> TurboQuantConfig:
         """The preset of that name (or a config), with fields replaced by `overrides`.
 
         Raises:

@@ -9,7 +9,7 @@ shapes from a model without memory (`state_shapes.py`). So whatever the cache de
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class MemoryEstimate(CacheReport):
     batch: int
     bytes_dynamic: int
     weight_bytes: int | None
-    _arguments: tuple[Any, ...]
+    _arguments: tuple[Any, ...] = field(compare=False)  # a config has no hash
 
     @property
     def ratio(self) -> float:
@@ -100,8 +100,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """What `TurboQuantCache(config, preset, ...)` holds once it has taken `context` tokens in each of `batch` rows.
 
-    To the byte what `cache.report()` says then, after a prompt in one forward pass and decoding, without padding, beams or
-    forks. Of an encoder-decoder model it is the decoder's own cache.
+    To the byte what `cache.report()` says then, after a prompt in one forward pass and decoding, without padding, beams,
+    forks or offloading. Of an encoder-decoder model it is the decoder's own cache.
 
     Args:
         config: the model's config.

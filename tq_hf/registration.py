@@ -3,12 +3,12 @@ importing torch and transformers, which takes seconds, before anybody needs them
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -16,31 +16,31 @@ def when_imported(first: str, then: str) -> None:
     """Import the module `then` after `first`: now if that is there already, else as soon as somebody has imported it."""
     if first in sys.modules:
         importlib.import_module(then)
-    else:
+    elif not any(isinstance(finder, _Waiting) and finder.first == first for finder in sys.meta_path):  # a reload
         sys.meta_path.insert(0, _Waiting(first, then))
 
 
 class _Waiting(MetaPathFinder):
-    """Finds what the other finders find, and is gone after `first`."""
+    """Finds what the other finders find. Gone once `first` is imported; a look at its spec or a failed import leaves it."""
 
     def __init__(self, first: str, then: str) -> None:
         self.first, self.then = first, then
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.first or self not in sys.meta_path:
+        if name != self.first:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Followed(spec.loader, self.then)
+            spec.loader = _Followed(spec.loader, self)
         return spec
 
 
 class _Followed(Loader):
     """A loader that imports another module when it is done."""
 
-    def __init__(self, loader: Loader, then: str) -> None:
-        self.loader, self.then = loader, then
+    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
+        self.loader, self.waiting = loader, waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -50,4 +50,7 @@ class _Followed(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        importlib.import_module(self.then)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self.waiting)
+        if self.waiting.then not in sys.modules:  # else some thread is at it, and may wait for the module just imported
+            importlib.import_module(self.waiting.then)

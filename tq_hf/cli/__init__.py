@@ -6,6 +6,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -63,17 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\nInterrupted.")
         return 130
     except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except Exception as error:
         if (usage := getattr(error, "format_message", None)) is not None:
-            say(f"error: {usage().rstrip('.')} (--help lists the options).")
+            if message := usage().rstrip("."):  # none where there was no command: the help has been printed
+                say(f"error: {message} (--help lists the options).")
             return 2
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            say(f"error: {first_line(error)}: make room on the disk.")
+            _drop_output()
+            return 1
         if is_out_of_memory(error):
             say(f"error: out of memory ({first_line(error).rstrip('.')}): {SMALLER}.")
             return 1
         raise
     return result if isinstance(result, int) else 0
+
+
+def _drop_output() -> None:
+    """What standard output still has to write goes nowhere, so that the interpreter does not fail at it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 SMALLER = "take a shorter text, a preset with fewer bits, or a smaller model"
