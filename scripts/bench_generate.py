@@ -7,13 +7,13 @@
     python scripts/bench_generate.py --json PATH --profile "tq4, static" 8x32k
     python scripts/bench_generate.py --json PATH --report          the tables of what PATH holds
 
-Runs from the checkout with the Python that starts it. Models have the shapes of Llama-3-8B and Qwen2.5-1.5B and random bfloat16 weights. A cell is a cache at a point (batch x
-tokens of the prompt): greedy `generate()` of one prompt and 33 new tokens, after a warm-up with a short prompt that compiles
-everything. Static caches are compiled by `generate()` itself; a cell fails if the timed run compiles anything, or if pages of a
-packed cache were not read packed. Running out of memory is a result.
+Runs from the checkout with the Python that starts it. Models have the shapes of Llama-3-8B and Qwen2.5-1.5B and random
+bfloat16 weights. A cell is a cache at a point (batch x tokens of the prompt): greedy `generate()` of one prompt and 33 new
+tokens, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; a cell fails if the
+timed run compiles anything, or if pages of a packed cache were not read packed. Running out of memory is a result.
 
-PATH is written after every cell, and the same command goes on where it stopped: cells that were measured on this GPU with the
-same code are not measured again. `--budget SECONDS` ends a run in time. `bars.py` says what the cells are to reach, and
+PATH is written after every cell, and the same command goes on where it stopped: cells that were measured on this GPU with
+the same code are not measured again. `--budget SECONDS` ends a run in time. `bars.py` says what the cells are to reach, and
 `python -m eval.plot_generate PATH` draws them.
 """
 
@@ -111,11 +111,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--caches", metavar="LIST", help=f"separated by semicolons; default: {'; '.join(DEFAULT)}")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help=f"{'; '.join(QUICK)} at {', '.join(QUICK_POINTS)}")
-    what.add_argument("--capacity", nargs="?", const="32k", metavar="TOKENS", help="the largest batch (default: at 32k)")
+    what.add_argument(
+        "--capacity", nargs="?", const="32k", metavar="TOKENS", help="the largest batch (default: at 32k)"
+    )
     what.add_argument("--profile", nargs=2, metavar=("CACHE", "POINT"), help="one decode step by host, kernels, gaps")
     what.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end in time; the same command goes on")
-    parser.add_argument("--parallel", type=int, default=PARALLEL, help="cells that compile at once, at most: %(default)s")
+    parser.add_argument(
+        "--parallel", type=int, default=PARALLEL, help="cells that compile at once, at most: %(default)s"
+    )
     parser.add_argument("--most-rows", type=int, default=4096, help="where --capacity stops: %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for dry runs")
     args = parser.parse_args(argv)

@@ -27,8 +27,9 @@ def decodes_with(model: Any, cache: BenchCache, rows: int, tokens: int) -> bool:
     device = model.device
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    made = cache.make(model.config, tokens + DECODED)
+    made = None
     try:
+        made = cache.make(model.config, tokens + DECODED)
         _fill(model.config, made, rows, tokens, device)
         ids = prompt(model, rows, 1)
         with torch.no_grad():

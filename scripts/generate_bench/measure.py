@@ -56,8 +56,8 @@ class Memory:
 def prepare(model: Any, cache: BenchCache, point: Point) -> Prepared:
     """Run two prompts with as many rows and as much capacity as the timed run has.
 
-    A short one, behind which a page falls due; and one as long as the timed one or `WARM_UP_PROMPT`, since kernels are chosen,
-    and loaded, by the number of tokens.
+    A short one, behind which a page falls due; and one as long as the timed one, or `WARM_UP_PROMPT`, since the number of
+    tokens decides which kernels run.
     """
     model.set_attn_implementation(cache.attention)
     made = cache.make(model.config, point.capacity)
@@ -158,7 +158,9 @@ def _packed_facts(made: Any) -> Result:
     report = made.report()
     made.check()
     if any(table.dense_read_noted for table in made.tables):
-        raise RuntimeError("a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages.")
+        raise RuntimeError(
+            "a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages."
+        )
     share = report.packed_tokens / (report.packed_tokens + report.exact_tokens)
     if not share > 0:
         raise RuntimeError("no page was packed: this is no time of packed pages.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 2.0
 Reply = dict[str, Any]
 
 
@@ -51,16 +52,15 @@ class WorkerProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.replies.put(json.loads(line))
+            if line.startswith("{"):  # imports may print, before the worker keeps its output to itself
+                self.replies.put(json.loads(line))
         code = self.process.wait()
         self.replies.put({"error": f"the worker ended with exit code {code}"})
 
     def send(self, **request: Any) -> None:
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # where it has ended, its exit code is among the replies
             self.process.stdin.write(json.dumps(request) + "\n")
-        except OSError:  # it has ended: its exit code is among the replies
-            pass
 
     def receive(self, seconds: float) -> Reply:
         """Its next reply; an error if there is none in time, and then the worker is ended.
@@ -83,19 +83,13 @@ class WorkerProcess:
 
     def end(self) -> None:
         """End it and what it has started; its memory is free afterwards."""
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            try:
-                self.process.stdin.close()  # it leaves its loop
-            except OSError:
-                pass
-        try:
-            self.process.wait(GRACE_SECONDS if not self.replies.empty() else 1.0)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # it leaves its loop
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def last_words(self, lines: int = 15) -> str:

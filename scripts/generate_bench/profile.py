@@ -27,6 +27,7 @@ TRACED_TOKEN = 12  # after this many, one step is traced; host times are of the 
 GPU_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpyAsync")
 TOP = 12
+PARTS = ("forward", "cache.update", "attention")
 
 
 class Parts:
@@ -89,11 +90,21 @@ def _timed_update(parts: Parts, update: Callable[..., Any], args: Any, kwargs: A
     return parts.timed("cache.update", update)(*args, **kwargs)
 
 
+def _profiler() -> profile:
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
+
+
+def initialize() -> None:
+    """Load what traces a GPU: CUDA graphs that were recorded before cannot be relied on to be traced."""
+    with _profiler():
+        pass
+
+
 def profile_step(model: Any, prepared: Prepared) -> Result:
     """The profile of one decode step, as `report` takes it; the cell is measured on the way."""
     parts = Parts()
     taken: list[dict[str, float]] = []
-    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
+    profiler = _profiler()
     spans: list[float] = []
 
     def at_token(count: int) -> None:
@@ -112,7 +123,7 @@ def profile_step(model: Any, prepared: Prepared) -> Result:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     later = slice(TRACED_TOKEN + 2, None)  # the step right after the trace pays for its end
-    host = {name: statistics.median(step.get(name, 0.0) for step in taken[later]) for name in ("forward", "cache.update", "attention")}
+    host = {name: statistics.median(step.get(name, 0.0) for step in taken[later]) for name in PARTS}
     step = statistics.median(result["steps_ms"][TRACED_TOKEN + 1 :]) / 1e3
     return result | {"profile": {"step_s": step, "host_s": host, **traced(events, spans[1] - spans[0])}}
 
@@ -125,7 +136,7 @@ def traced(events: list[dict[str, Any]], span: float) -> Result:
         `launches` and `waiting_s`: calls that launch something, and the host's time in calls that may wait for the GPU.
     """
     whole = [event for event in events if event.get("ph") == "X"]
-    gpu = sorted(((e["ts"], e["ts"] + e["dur"]) for e in whole if e.get("cat") in GPU_KINDS))
+    gpu = sorted((e["ts"], e["ts"] + e["dur"]) for e in whole if e.get("cat") in GPU_KINDS)
     busy, end = 0.0, float("-inf")
     for start, stop in gpu:
         busy += max(0.0, stop - max(start, end))
@@ -133,13 +144,18 @@ def traced(events: list[dict[str, Any]], span: float) -> Result:
     times: dict[str, list[float]] = defaultdict(list)
     for event in whole:
         if event.get("cat") in GPU_KINDS:
-            times[event["name"]].append(event["dur"])
+            times[event["name"]].append(event["dur"] / 1e6)
     calls = [event for event in whole if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    kernels = sorted(([name, len(its), sum(its) / 1e6] for name, its in times.items()), key=lambda kernel: -kernel[2])
+    kernels: list[list[Any]] = [
+        [name, len(its), sum(its)] for name, its in sorted(times.items(), key=lambda item: -sum(item[1]))
+    ]
     return {
         "traced_step_s": span,
         "kernels": kernels[:TOP],
-        "other_kernels": [sum(kernel[i] for kernel in kernels[TOP:]) for i in (1, 2)],
+        "other_kernels": [
+            sum(len(times[name]) for name, *_ in kernels[TOP:]),
+            sum(spent for *_, spent in kernels[TOP:]),
+        ],
         "busy_s": busy / 1e6,
         "idle_s": max(0.0, span - busy / 1e6),
         "launches": sum("Launch" in event["name"] for event in calls),

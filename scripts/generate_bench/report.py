@@ -18,7 +18,7 @@ from .shapes import POINTS
 Row = dict[str, Any]
 HEAD = (
     "batch × prompt", "cache", "tokens/s", "step, ms", "mean", "floor, ms", "step / floor", "first token, s",
-    "cache, GiB", "peak, prompt", "peak, decode", "packed",
+    "cache, GiB", "peak, prompt", "peak, decode", "notes",
 )  # fmt: skip
 IDENTITY = ("gpu", "torch", "transformers")
 
@@ -86,8 +86,8 @@ def tables(found: dict[str, Any]) -> str:
     """All that was found, as Markdown."""
     parts = [
         f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; a device copy moves"
-        f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step. Peaks: GiB allocated beyond the"
-        " weights."
+        f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step. Floor: weights and cache"
+        " read once at that speed. Peaks: GiB allocated beyond the weights."
     ]
     for shape in dict.fromkeys(row["shape"] for row in found["cells"]):
         rows = sorted((row for row in found["cells"] if row["shape"] == shape), key=_place)
@@ -96,7 +96,9 @@ def tables(found: dict[str, Any]) -> str:
         parts.append("Not measured: " + "; ".join(f"{name}: {why}" for name, why in found["missing"].items()) + ".")
     if found["capacity"]:
         head = ("shape", "tokens", "cache", "largest batch", "times DynamicCache")
-        parts.append("### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"]))))
+        parts.append(
+            "### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"])))
+        )
     parts += [profile_table(row) for row in found["profiles"]]
     return "\n\n".join(parts)
 
@@ -123,18 +125,31 @@ def _cells(row: Row, rate: float) -> list[str]:
         f"{row['step_s'] / floor:.2f}",
         f"{row['first_token_s']:.3f}",
         *(f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "prefill_bytes", "decode_bytes")),
-        f"{100 * row['packed_share']:.1f} %" if "packed_share" in row else "",
+        _notes(row),
     ]
 
 
+def _notes(row: Row) -> str:
+    """What share was packed, and how the decode step was compiled."""
+    notes = [f"{100 * row['packed_share']:.1f} % packed"] if "packed_share" in row else []
+    for name in ("graphs", "graph_breaks", "cudagraph_skips"):
+        if row.get(name):
+            notes.append(f"{row[name]} {name.replace('_', ' ')}")
+    return ", ".join(notes)
+
+
 def _capacities(rows: Sequence[Row]) -> Iterator[list[str]]:
+    bases = {row["shape"]: row.get("rows") for row in rows if row["cache"] == "DynamicCache"}
     for row in rows:
-        base = next(
-            (other.get("rows") for other in rows if other["cache"] == "DynamicCache" and other["shape"] == row["shape"]), None
-        )
-        most = row.get("rows")
+        base, most = bases.get(row["shape"]), row.get("rows")
         times = f"{most / base:.2f}" if most and base else ""
-        yield [row["shape"], row["tokens"], row["cache"], f"failed: {row['error']}" if most is None else str(most), times]
+        yield [
+            row["shape"],
+            row["tokens"],
+            row["cache"],
+            f"failed: {row['error']}" if most is None else str(most),
+            times,
+        ]
 
 
 def profile_table(row: Row) -> str:
@@ -160,7 +175,10 @@ def profile_table(row: Row) -> str:
         ["  GPU idle", profile["idle_s"]],
     ]
     parts = markdown(("part", "ms"), [[name, f"{1e3 * seconds:.2f}"] for name, seconds in lines])
-    kernels = [[f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"] for name, calls, time in profile["kernels"]]
+    kernels = [
+        [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"]
+        for name, calls, time in profile["kernels"]
+    ]
     calls, time = profile["other_kernels"]
     if calls:
         kernels.append(["others", str(calls), f"{1e3 * time:.3f}"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .caches import CACHES
 from .capacity import largest
@@ -151,7 +150,7 @@ class Runner:
     def profile(self, cache: str, point: str) -> Reply:
         """A cell with the profile of one of its steps."""
         worker = self.worker()
-        reply = worker.ask(PREPARE_S, do="prepare", cache=cache, point=point)
+        reply = worker.ask(PREPARE_S, do="prepare", cache=cache, point=point, profiled=True)
         if not reply:
             reply = worker.ask(MEASURE_S, do="profile", cache=cache)
         worker.end()
@@ -186,4 +185,3 @@ class Runner:
     def end(self) -> None:
         for worker in self.all:
             worker.end()
-

@@ -22,7 +22,7 @@ import transformers
 from .caches import CACHES
 from .capacity import decodes_with
 from .measure import Prepared, Result, failure, measure, prepare
-from .profile import profile_step
+from .profile import initialize, profile_step
 from .shapes import Point, build_model, prompt
 
 
@@ -53,6 +53,8 @@ class Worker:
             self.model.set_attn_implementation(cache.attention)
             return {"fits": decodes_with(self.model, cache, request["rows"], request["tokens"])}
         if do == "prepare":
+            if request.get("profiled"):
+                initialize()
             self.prepared = None
             self.prepared = prepare(self.model, cache, Point(request["point"]))
             return {}
