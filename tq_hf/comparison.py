@@ -29,14 +29,19 @@ class Generation:
     """One greedy continuation and its speed.
 
     Attributes:
-        tokens: int64 [new_tokens], on the CPU.
+        tokens: int64 [new_tokens], on the CPU, of the first row.
         first_token_seconds: from the call to the first new token (the prompt's forward).
-        tokens_per_s: new tokens after the first, by the time they took; 0 if there is only one.
+        step_seconds: how long each new token after the first took.
     """
 
     tokens: Tensor
     first_token_seconds: float
-    tokens_per_s: float
+    step_seconds: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of a row after the first, by the time they took; 0 if there is only one."""
+        return len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,17 @@ def cache_argument(model: Any) -> str:
 
 
 def generate_timed(
-    model: Any, input_ids: Tensor, cache: Any, max_new_tokens: int, progress: Progress | None = None
+    model: Any, input_ids: Tensor, cache: Any, max_new_tokens: int, progress: Progress | None = None, **options: Any
 ) -> Generation:
     """Generate greedily and to full length (the end token is suppressed, so that two caches hold equally many tokens).
 
     Args:
         model: a causal language model of transformers.
-        input_ids: int64 [1, prompt], on the model's device.
+        input_ids: int64 [rows, prompt], on the model's device.
         cache: an empty cache, filled by the call.
         max_new_tokens: how many tokens to generate; at least 1.
         progress: called with 1 at every new token.
+        options: what else `generate()` takes.
     """
     clock = _Clock(progress)
     output = model.generate(
@@ -103,13 +109,11 @@ def generate_timed(
         temperature=None,
         top_p=None,
         top_k=None,
+        **options,
     )
-    start, first, *rest = clock.times
-    return Generation(
-        tokens=output[0, input_ids.shape[1] :].cpu(),
-        first_token_seconds=first - start,
-        tokens_per_s=len(rest) / (rest[-1] - first) if rest else 0.0,
-    )
+    start, first, *_ = clock.times
+    steps = [end - begin for begin, end in zip(clock.times[1:], clock.times[2:])]
+    return Generation(output[0, input_ids.shape[1] :].cpu(), first - start, tuple(steps))
 
 
 def cache_nbytes(cache: Any) -> int:

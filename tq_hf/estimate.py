@@ -109,7 +109,7 @@ def estimate_memory(
         context: tokens in the cache (`generate()` does not store its last one); at least 1.
         batch: rows; at least 1.
         dtype: of the model.
-        new_tokens: how many of the context's tokens came one by one after the prompt. Pages grow in steps of up to 1/32
+        new_tokens: how many of the context's tokens came one by one after the prompt. Pages grow in steps of up to 1/64
             then, and transformers' windows keep a whole prompt until the first of them.
 
     Raises:

@@ -299,6 +299,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             causal,
             len(self.table.spans),
         )
+        if torch.compiler.is_compiling():
+            step.read = out
         return ops.inference_only(out, query, step.key, step.value, aux_sinks)
 
     @while_alone
@@ -327,7 +329,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             if starts:
                 table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
         if learns:
-            self._observe(query, key, keep)
+            self._observe(step, query, keep)
         if not table.is_static:
             self.length += new
             if due:
@@ -344,6 +346,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             self.layout_name,
             self.config.recent_window,
             due,
+            *step.after,
         )
         step.committed = True
         self.is_empty = False
@@ -362,8 +365,9 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         # Once every row has its first page, it has its factors.
         return self.table.is_static or self.packed_end <= self.table.latest_start + self.config.sink_tokens
 
-    def _observe(self, query: Tensor | None, key: Tensor, keep: Tensor | None) -> None:
+    def _observe(self, step: Step, query: Tensor | None, keep: Tensor | None) -> None:
         """Take the new tokens' part in the balance of key channels, before they are committed."""
+        key = step.rows[0]
         if query is not None:
             query = query.detach()
             if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
@@ -383,6 +387,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             self.config.sink_tokens,
             self.config.recent_window,
             self.config.center_keys,
+            *step.after,
         )
 
     def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
@@ -431,6 +436,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     @while_alone
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
+        if torch.compiler.is_compiling():
+            step.read = dense[0]
         first: Any = step.start
         if self.table.is_static:
             first = self.counters[0] - step.new if step.committed else self.counters[0]

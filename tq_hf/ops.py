@@ -25,6 +25,10 @@ what it has before position 0 counts nowhere. Counters live on the device: nothi
 would wait for a GPU.
 
 `torch.library.Library` is used directly, because a call through `torch.library.custom_op` costs ten times as much.
+
+What `commit` and `observe` take as `after` is not looked at: it tells the compiler that attention has read the state before
+they write to it. Inductor moves ops towards their users otherwise, attention behind `commit`, and then has to keep a copy of
+everything that `commit` overwrites: the whole cache, at every step.
 """
 
 from __future__ import annotations
@@ -53,12 +57,12 @@ _library.define(
 )
 _library.define(
     f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep,"
-    " str layout, int recent_window, SymInt max_due) -> ()"
+    " str layout, int recent_window, SymInt max_due, Tensor? after=None) -> ()"
 )
 _library.define(
     "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"
     " Tensor(b!) query_energy, Tensor partner, Tensor partner_share, Tensor? keep, int page_size, int sinks,"
-    " int recent_window, bool center_keys) -> ()"
+    " int recent_window, bool center_keys, Tensor? after=None) -> ()"
 )
 _library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
 
@@ -142,14 +146,20 @@ def _without_dispatcher(name: str, in_reference: Callable[..., Any]) -> Callable
     return call
 
 
+def _unordered(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of an op without its argument `after`."""
+    end = _position(name, "after")
+    return implementation if end is None else lambda *args: implementation(*args[:end])
+
+
 for _name, _reference, _fake in (
     ("attend", reference.attend, _attend_fake),
     ("observe", reference.observe, _no_result),
     ("commit", reference.commit, _no_result),
     ("gather", reference.gather, _gather_fake),
 ):
-    _library.impl(_name, _reference, "CPU")
-    _library.impl(_name, _on_cuda(_name, _reference), "CUDA")
+    _library.impl(_name, _unordered(_name, _reference), "CPU")
+    _library.impl(_name, _unordered(_name, _on_cuda(_name, _reference)), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = _without_dispatcher("attend", reference.attend)

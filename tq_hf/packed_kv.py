@@ -32,15 +32,17 @@ class Step:
         start: positions cached before these tokens (host knowledge; the dynamic mode only), counted from `origin`.
         origin: the layer's `BlockTable.origin` when they came.
         committed: whether the layer has taken the tokens in.
+        read: in code that is being compiled, what was last read of the layer's state; it has to be read before `commit`.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "origin", "rows", "start", "value")
+    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "origin", "read", "rows", "start", "value")
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
         self.layer = layer
         self._take(key, value)
         self.is_first, self.start, self.origin = is_first, start, layer.table.origin
         self.committed = False
+        self.read: Tensor | None = None
         self.dense: tuple[Tensor, Tensor] | None = None
 
     def _take(self, key: Tensor, value: Tensor) -> None:
@@ -48,12 +50,17 @@ class Step:
         self.rows = (_row_vectors(key), _row_vectors(value))
         self.new = key.shape[2]
 
+    @property
+    def after(self) -> tuple[Tensor, ...]:
+        """The last argument of ops that write to what was read (`ops.py`)."""
+        return () if self.read is None else (self.read,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         """For a cache that is copied between `update` and attention: the copy takes the tokens in at its next use."""
         memo[id(self)] = twin = object.__new__(Step)
         twin._take(self.key.detach().clone(), self.value.detach().clone())
         twin.is_first, twin.start, twin.origin = self.is_first, self.start, self.origin
-        twin.committed, twin.dense = self.committed, None
+        twin.committed, twin.dense, twin.read = self.committed, None, None
         twin.layer = copy.deepcopy(self.layer, memo)
         return twin
 
