@@ -266,7 +266,7 @@ class TurboQuantLM(HFLM):
         return output
 
     def _prompt_chunks(self, context: Tensor) -> list[tuple[int, int]]:
-        return self.mode.chunks(context.shape[1], context.shape[0], self.model, self.settings)
+        return self.mode.chunks(context.shape[1], self.model, self.settings)
 
     @torch.no_grad()
     def _feed_prompt(self, context: Tensor, attention_mask: Tensor, cache: TurboQuantCache) -> None:

@@ -21,12 +21,9 @@ from .model_layers import decoder_config
 from .packed_kv import Step
 from .sliding import SlidingLayer
 
-TOKENS_AT_ONCE = 8192  # in a pass, over all rows: logits of a vocabulary of 150,000 take 2.5 GB in bfloat16
-LONGEST_PASS = 1024  # tokens of a row
 
-
-def pages_at_once(model: Any, rows: int, config: TurboQuantConfig) -> int:
-    """How many pages a pass of `model` over `rows` texts may pack in a `PageByPageCache`.
+def pages_at_once(model: Any, tokens: int, config: TurboQuantConfig) -> int:
+    """How many pages a pass of `model` over about so many tokens of each text may pack in a `PageByPageCache`.
 
     One, as in every cache, where attention does not walk: other attention functions than `"turboquant"`, and models with
     layers that read the keys of another one, which are all there by then.
@@ -34,7 +31,7 @@ def pages_at_once(model: Any, rows: int, config: TurboQuantConfig) -> int:
     shares_keys = bool(getattr(decoder_config(model.config), "num_kv_shared_layers", None))
     if model.config._attn_implementation != ATTENTION_NAME or shares_keys:
         return 1
-    return max(1, min(LONGEST_PASS, TOKENS_AT_ONCE // rows) // config.page_size)
+    return max(1, tokens // config.page_size)
 
 
 class PageByPageLayer(TurboQuantLayer):

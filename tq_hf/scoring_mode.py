@@ -22,7 +22,9 @@ from .chunks import text_chunks
 from .config import TurboQuantConfig
 from .page_by_page import PageByPageCache, pages_at_once
 
-PACKED_CHUNK = 1024  # tokens at once in "packed", for the sake of the logits' memory; a multiple of every page size
+# Tokens of a text that are fed at once: all of the usual windows of 2,048 and 4,096, as lm-eval's own models do. Longer
+# texts are cut for the sake of the logits' memory. A multiple of every page size.
+LONGEST_PASS = 4096
 EXACT_TOKENS = ("recent_window", "sink_tokens")
 
 
@@ -75,12 +77,12 @@ class ScoringMode:
         """An empty cache for `settings`."""
         return (AtOnceCache if self.kind == "packed" else PageByPageCache)(model_config, settings)
 
-    def chunks(self, length: int, rows: int, model: Any, settings: TurboQuantConfig) -> list[tuple[int, int]]:
+    def chunks(self, length: int, model: Any, settings: TurboQuantConfig) -> list[tuple[int, int]]:
         """How to feed texts of `length` tokens to a model and its `new_cache`: [(start, end), ...], covering 0 .. length."""
         if self.kind == "packed":
-            ends = [*range(PACKED_CHUNK, length, PACKED_CHUNK), length]
+            ends = [*range(LONGEST_PASS, length, LONGEST_PASS), length]
             return list(zip([0, *ends], ends))
-        return text_chunks(length, settings, prompt=self.prefill, pages=pages_at_once(model, rows, settings))
+        return text_chunks(length, settings, prompt=self.prefill, pages=pages_at_once(model, LONGEST_PASS, settings))
 
     def padded_length(self, length: int, settings: TurboQuantConfig) -> int:
         """Tokens to feed for a text of `length`: in `packed` whole pages, so that none of its tokens stays exact."""

@@ -84,7 +84,7 @@ def score_tokens(
     kept: list[tuple[Tensor, Tensor]] = []
     last: list[Tensor | None] = [None] * len(texts)
     read = [0] * len(texts)
-    for start, end in mode.chunks(width, len(texts), model, settings):
+    for start, end in mode.chunks(width, model, settings):
         arguments = {} if mask is None else {"attention_mask": mask[:, :end]}
         logits = model(ids[:, start:end], use_cache=True, **{argument: cache}, **arguments).logits
         if logits.shape[1] != end - start:

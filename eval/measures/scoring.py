@@ -20,6 +20,7 @@ from ..settings import Setting
 from ..simulated_cache import SimulatedCache
 
 Result = dict[str, Any]
+TOKENS_AT_ONCE = 8192  # in a pass, over all windows: logits of a vocabulary of 150,000 take 2.5 GB in bfloat16
 
 
 def lockstep_batches(settings: Sequence[Setting], length: int, most: int) -> list[list[Setting]]:
@@ -65,7 +66,7 @@ def score(
             )
     caches = [setting.new_cache(model.config) for setting in settings]
     config = settings[0].config
-    chunks = text_chunks(ids.shape[1], config, pages=pages_at_once(model, len(ids), config))
+    chunks = text_chunks(ids.shape[1], config, pages=pages_at_once(model, TOKENS_AT_ONCE // len(ids), config))
     exact = DynamicCache(config=model.config)
     return list(zip(score_texts(model, ids, exact, caches, chunks, progress), caches))
 
