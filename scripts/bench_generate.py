@@ -34,7 +34,7 @@ from generate_bench.caches import CACHES, DEFAULT, QUICK
 from generate_bench.process import Deadline, OutOfTime, Reply
 from generate_bench.report import Results, profile_table, tables
 from generate_bench.runs import Job, Runner, jobs_of, rounds_of
-from generate_bench.shapes import POINTS, SHAPES, Point, estimated_bytes
+from generate_bench.shapes import POINTS, SHAPES, Point, estimated_needs
 
 from tq_hf.commands import Parser, RequestError, serve
 
@@ -98,8 +98,8 @@ def measure_capacity(runner: Runner, results: Results, args: argparse.Namespace)
         key = {"shape": args.shape, "cache": cache, "tokens": str(tokens)}
         if results.has("capacity", key):
             continue
-        weights = estimated_bytes(args.shape, Point("1x1"), False)[0]
-        row = estimated_bytes(args.shape, Point(f"1x{tokens}"), False)[0] - weights
+        weights = estimated_needs(args.shape, Point("1x1"), False).held
+        row = estimated_needs(args.shape, Point(f"1x{tokens}"), False).held - weights
         guess = (results.found["memory_bytes"] - weights) / (row * SHARES.get(cache, 1.0))
         results.put("capacity", key, runner.capacity(cache, tokens, int(guess), args.most_rows))
 

@@ -22,7 +22,7 @@ from generate_bench.shapes import (
     POINTS,
     Point,
     build_model,
-    estimated_bytes,
+    estimated_needs,
     model_config,
     weight_bytes,
     weight_bytes_read,
@@ -55,7 +55,7 @@ def test_shapes_have_as_many_weights_as_their_namesakes(shape: str, billions: fl
         model = AutoModelForCausalLM.from_config(model_config(shape))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == pytest.approx(billions * 1e9, rel=5e-3)
-    assert estimated_bytes(shape, Point("1x1"), False)[0] == pytest.approx(2 * count + (3 << 30), rel=0.01)
+    assert estimated_needs(shape, Point("1x1"), False).held == pytest.approx(2 * count + (3 << 30), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["DynamicCache", "StaticCache", "tq4", "tq4, static"])
@@ -66,6 +66,7 @@ def test_a_cell(model: Any, name: str) -> None:
     result = measure(model, prepare(model, cache, POINT), new_tokens=9)
     assert len(result["steps_ms"]) == 8
     assert result["tokens_per_s"] == pytest.approx(2 / result["step_s"]) and result["first_token_s"] > 0
+    assert result["prepare_s"] > 0
     held = POINT.tokens + (128 if name == "StaticCache" else 8)
     if not cache.packed:
         assert result["cache_bytes"] == pytest.approx(2 * 2 * 2 * 2 * 2 * 16 * held, rel=0.01)  # K, V, rows, layers, heads
@@ -242,8 +243,9 @@ def test_rounds_fit_the_gpu() -> None:
     jobs = [job for jobs in rounds for job in jobs]
     assert sorted((job.cache, point) for job in jobs for point in job.points) == sorted(cells)
     for its in rounds:
-        needs = [estimated_bytes("8b", Point(job.points[0]), CACHES[job.cache].packed) for job in its]
-        assert len(its) == 1 or sum(held for held, _ in needs) + max(reads for _, reads in needs) < memory
+        needs = [estimated_needs("8b", Point(job.points[0]), CACHES[job.cache].packed) for job in its]
+        held, warming_up = (sum(getattr(each, name) for each in needs) for name in ("held", "warming_up"))
+        assert len(its) == 1 or held + max(warming_up, *(each.reading for each in needs)) < memory
     assert 3 <= sum(CACHES[its[0].cache].compiled for its in rounds) <= 6
     assert rounds[-1] == [runs.Job("DynamicCache", POINTS)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +19,24 @@ from tq_hf.commands import first_line
 from tq_hf.comparison import Generation, cache_nbytes, generate_timed
 
 from .caches import BenchCache, warm_up_prompt
-from .shapes import Point, prompt, weight_bytes, weight_bytes_read
+from .shapes import WARM_UP_PROMPT, Point, prompt, weight_bytes, weight_bytes_read
 
 NEW_TOKENS = 33  # of the timed run: the first and 32 steps
 WARM_UP_TOKENS = 6  # compiles, records CUDA graphs, replays them
-WARM_UP_PROMPT = 1 << 16  # tokens of all rows: longer prompts have the same kernels
 Result = dict[str, Any]
 
 
 @dataclass
 class Prepared:
-    """A cache at a point whose kernels are compiled. A static one keeps its tensors, whose addresses graphs know."""
+    """A cache at a point whose kernels are compiled. A static one keeps its tensors, whose addresses graphs know.
+
+    `seconds`: how long that took, beside others that do the same.
+    """
 
     cache: BenchCache
     point: Point
     made: Any
+    seconds: float = 0.0
 
 
 class Memory:
@@ -59,6 +63,7 @@ def prepare(model: Any, cache: BenchCache, point: Point) -> Prepared:
     A short one, behind which a page falls due; and one as long as the timed one, or `WARM_UP_PROMPT`, since the number of
     tokens decides which kernels run.
     """
+    began = time.perf_counter()
     model.set_attn_implementation(cache.attention)
     made = cache.make(model.config, point.capacity)
     short = min(point.tokens, warm_up_prompt(cache, made))
@@ -67,6 +72,8 @@ def prepare(model: Any, cache: BenchCache, point: Point) -> Prepared:
     _empty(model, prepared)
     long = min(point.tokens, WARM_UP_PROMPT // point.rows)
     _generate(model, prompt(model, point.rows, long), cache, prepared.made, WARM_UP_TOKENS)
+    _free(model.device)  # others may have to read their prompts meanwhile
+    prepared.seconds = time.perf_counter() - began
     return prepared
 
 
@@ -122,6 +129,7 @@ def measure(
         "decode_reserved": peaks[1]["reserved"],
         "cache_bytes": cache_nbytes(made),
         "weight_bytes_read": weight_bytes_read(model),
+        "prepare_s": prepared.seconds,
     }
     if cache.packed:
         result |= _packed_facts(made)

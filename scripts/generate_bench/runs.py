@@ -14,7 +14,7 @@ from pathlib import Path
 from .caches import CACHES
 from .capacity import largest
 from .process import Deadline, Reply, WorkerProcess
-from .shapes import Point, estimated_bytes
+from .shapes import Point, estimated_needs
 
 READY_S, PREPARE_S, MEASURE_S = 240.0, 300.0, 240.0
 SPARE = 0.96  # of a GPU's memory may be planned with
@@ -42,20 +42,26 @@ def jobs_of(cells: Iterable[tuple[str, str]]) -> list[Job]:
 
 
 def rounds_of(jobs: Sequence[Job], shape: str, memory: float, parallel: int) -> Iterator[list[Job]]:
-    """Jobs that run beside each other: all may hold what they have prepared while one of them reads its prompt."""
+    """Jobs that run beside each other: all warm up at once, and hold what they have prepared while one reads its prompt."""
     taken: list[Job] = []
-    held = reading = 0
     for job in jobs:
         if not CACHES[job.cache].compiled:
             continue
-        holds, reads = estimated_bytes(shape, Point(job.points[0]), CACHES[job.cache].packed)
-        if taken and (len(taken) == parallel or held + holds + max(reading, reads) > SPARE * memory):
+        if taken and (len(taken) == parallel or _needed(shape, [*taken, job]) > SPARE * memory):
             yield taken
-            taken, held, reading = [], 0, 0
-        taken, held, reading = [*taken, job], held + holds, max(reading, reads)
+            taken = []
+        taken = [*taken, job]
     if taken:
         yield taken
     yield from ([job] for job in jobs if not CACHES[job.cache].compiled)
+
+
+def _needed(shape: str, jobs: Sequence[Job]) -> int:
+    """Bytes that a round takes on the GPU, at most."""
+    needs = [estimated_needs(shape, Point(job.points[0]), CACHES[job.cache].packed) for job in jobs]
+    return sum(each.held for each in needs) + max(
+        max(each.reading for each in needs), sum(each.warming_up for each in needs)
+    )
 
 
 class Runner:

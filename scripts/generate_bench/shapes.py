@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 POINTS = ("1x2k", "1x32k", "1x128k", "8x8k", "8x32k", "32x8k", "64x4k")
 ROOM = 128  # tokens that a static cache holds beside the prompt
+WARM_UP_PROMPT = 1 << 14  # tokens of all rows: longer prompts have the same kernels
 SEED = 0
 
 
@@ -93,15 +94,24 @@ def weight_bytes_read(model: Any) -> int:
     return weight_bytes(model) - (0 if inputs is outputs else inputs.nbytes)
 
 
-def estimated_bytes(shape: str, point: Point, packed: bool) -> tuple[int, int]:
-    """Bytes that a process holds with a static cache at a point, and those of activations while it reads the prompt.
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a process with a static cache takes: all the time, and of activations besides.
 
     For deciding what fits on a GPU together; measured memory is in the results.
     """
+
+    held: int
+    warming_up: int
+    reading: int
+
+
+def estimated_needs(shape: str, point: Point, packed: bool) -> Needs:
     config = model_config(shape)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     kv = 2 * config.num_key_value_heads * (hidden // config.num_attention_heads)
     embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
     weights = 2 * (embeddings + layers * hidden * (2 * hidden + kv + 3 * inner))
     cache = int(2 * point.rows * point.capacity * layers * kv * (0.3 if packed else 1.0))
-    return weights + cache + (3 << 30), 2 * point.rows * point.tokens * (3 * inner + 6 * hidden)
+    tokens, each = point.rows * point.tokens, 2 * (3 * inner + 6 * hidden)
+    return Needs(weights + cache + (3 << 30), each * min(tokens, WARM_UP_PROMPT), each * tokens)
