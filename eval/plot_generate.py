@@ -6,16 +6,15 @@ are joined, by a solid line where `generate()` compiles decoding.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tq_hf.commands import Parser, RequestError, serve
+from tq_hf.commands import RequestError, serve
 
-from .plotting import figure_of, save
+from .plotting import figure_of, parser_of, read_json, save, write
 
 COLORS = ("#808080", "#0b6e4f", "#3a6ea5", "#6a4c93", "#b23a48", "#d98c21", "#8d6e63", "#00838f")
 COMPILED = ("static", "StaticCache")  # drawn solid, the others dashed
@@ -63,26 +62,12 @@ def _size(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="python -m eval.plot_generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("plot_generate", __doc__, "JSON's name with .png")
     parser.add_argument("results", type=Path, metavar="JSON", help="what scripts/bench_generate.py --json wrote")
     parser.add_argument("--shape", default="8b", help="default: %(default)s")
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="the .svg or .png to write (default: JSON's name with .png)"
-    )
     args = parser.parse_args(argv)
-    try:
-        found = json.loads(args.results.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise RequestError(f"{args.results} cannot be read as JSON: {error}") from error
-    path = args.image or args.results.with_suffix(".png")
-    try:
-        draw(found, args.shape, path)
-    except ImportError as error:
-        raise RequestError(f"drawing needs matplotlib ({error}): pip install -e '.[eval]'.") from error
-    print(path)
-    return 0
+    found = read_json(args.results)
+    return write(partial(draw, found, args.shape), args.image or args.results.with_suffix(".png"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
