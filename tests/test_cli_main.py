@@ -13,8 +13,8 @@ import pytest
 from tests.command_line import CommandLine
 from tests.test_readme import table
 from tq_hf import PRESETS, __version__
-from tq_hf.cli import is_out_of_memory, options, presets
-from tq_hf.errors import RequestError
+from tq_hf.cli import options, presets
+from tq_hf.errors import RequestError, is_out_of_memory
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("chat", "generate", "estimate", "bench", "presets", "demo", "lm-eval")

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import RequestError, first_line
+from ..errors import SMALLER, RequestError, first_line, is_out_of_memory
 from . import bench, chat, demo, estimate, generate, lm_eval, presets
 from .output import say
 
@@ -85,13 +85,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drop_output() -> None:
     """What standard output still has to write goes nowhere, so that the interpreter does not fail at it when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-SMALLER = "take a shorter text, a preset with fewer bits, or a smaller model"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left: torch has a class for the one and a message for the other."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

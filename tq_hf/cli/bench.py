@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError
+from ..errors import RequestError, is_out_of_memory
 from . import options
 from .output import print_json, print_table, say, size
 
@@ -101,7 +101,6 @@ def _prompt(loaded: Loaded, tokens: int) -> Tensor:
 def _measure(loaded: Loaded, name: str, ids: Tensor, new_tokens: int) -> dict[str, Any]:
     """One cache at one context: a warm-up, then the run that counts. `oom` where memory does not suffice."""
     from ..comparison import cache_nbytes, generate_timed
-    from . import is_out_of_memory
 
     try:
         generate_timed(loaded.model, ids, options.new_cache(loaded.model.config, name), min(WARM_UP, new_tokens))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError, first_line
+from ..errors import SMALLER, RequestError, first_line, is_out_of_memory
 from . import options
 from .generate import against_bf16
 from .output import print_json, print_table, say, size
@@ -137,8 +137,6 @@ class _Session:
             say("\nStopped before the answer began: this turn is taken back.")
             return
         except (RuntimeError, MemoryError) as error:
-            from . import SMALLER, is_out_of_memory
-
             if not is_out_of_memory(error):
                 raise
             say(f"out of memory ({first_line(error).rstrip('.')}): this turn is taken back; /reset, or {SMALLER}.")

@@ -18,10 +18,10 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from .. import embedded_model
 from ..cache import TurboQuantCache
-from ..cli import is_out_of_memory
 from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
 from ..conversation import Conversation, context_length
+from ..errors import is_out_of_memory
 from ..estimate import MemoryEstimate, estimate_memory
 from .architectures import require_countable
 
