@@ -328,6 +328,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             keep = self._kept(step, mask)
             if starts:
                 table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
+        elif starts and not table.is_static:
+            table.note_no_padding(step.start + new)
         if learns:
             self._observe(step, query, keep)
         if not table.is_static:

@@ -164,6 +164,13 @@ class BlockTable:
             for device_table in self._devices.values():
                 device_table.row_start.copy_(_int32(self.row_starts))
 
+    def note_no_padding(self, length: int) -> None:
+        """Let rows start where they do: a layer has taken its tokens up to `length` in without a mask.
+
+        A mask that another layer brings in the same forward pass must not move them any more: first tokens are kept apart.
+        """
+        self._padding_noted = max(self._padding_noted, length)
+
     @while_alone
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
