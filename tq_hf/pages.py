@@ -402,9 +402,17 @@ class BlockTable:
         pages.free = [page for page, references in enumerate(pages.references) if not references]
         return pages, None if self.rows is None else rows
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: with pages of its own, as in a deep copy. Those of forks that stay behind have no user there."""
+        with self.alone():
+            pages, rows = self._copied_pages()
+            return {**self.__dict__, "pages": pages, "rows": rows}
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # unpickling
         self.__dict__.update(state)
         self._use(self.pages)
+        if not self.is_static:
+            self._refresh()
 
     @while_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

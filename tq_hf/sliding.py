@@ -248,7 +248,7 @@ class SlidingTable(BlockTable):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:  # layers join again when they are there, and so they do in a deep copy
-        return {**self.__dict__, "_layers": []}
+        return {**super().__getstate__(), "_layers": []}
 
 
 class SlidingLayer(TurboQuantLayer):
