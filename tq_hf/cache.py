@@ -32,7 +32,7 @@ from .reports import CacheReport, stock_report
 from .rotary import rotary_of
 from .saving import model_facts
 from .sliding import SlidingLayer, SlidingTable
-from .stock_layers import all_or_nothing, contents, move_stock
+from .stock_layers import all_or_nothing, contents, forget_states, move_stock, require_window
 
 logger = logging.get_logger(__name__)
 
@@ -179,8 +179,8 @@ class TurboQuantCache(DynamicCache):
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
-        offloadable = [layer for layer in self.layers if hasattr(layer, "prefetch")]
-        if any(not (only_non_sliding and layer.is_sliding) for layer in offloadable):
+        kinds = zip(self.is_linear, getattr(self, "is_dummy", self.is_linear), self.is_sliding, strict=True)
+        if not all(linear or dummy or (only_non_sliding and sliding) for linear, dummy, sliding in kinds):
             super().prefetch(layer_idx, only_non_sliding)
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
@@ -206,6 +206,8 @@ class TurboQuantCache(DynamicCache):
             layer.forget()
         for layer in self._stock_layers:
             reset_layer(layer)
+            if self.packed_layers and not self.table.is_static:
+                forget_states(layer)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
@@ -238,6 +240,7 @@ class TurboQuantCache(DynamicCache):
         with all_or_nothing(self._stock_layers):
             for layer in self._stock_layers:
                 layer.crop(tokens_to_remove)
+                require_window(layer)
             for table, layers in settled.items() if tokens_to_remove < 0 else ():
                 _crop_packed(table, layers, -tokens_to_remove)
         for sliding in self.sliding_tables.values():

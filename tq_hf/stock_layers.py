@@ -62,6 +62,29 @@ def move_stock(layer: Any, device: torch.device) -> None:
         layer.device = device
 
 
+def require_window(layer: Any) -> None:
+    """Refuse a crop of a growing sliding layer that took back more tokens than were recorded, which it does not notice.
+
+    Raises:
+        RuntimeError: a next query would miss keys.
+    """
+    if not isinstance(layer, cache_utils.DynamicSlidingWindowLayer) or not layer.is_initialized:
+        return
+    length, kept = layer.get_seq_length(), layer.keys.shape[2]
+    if kept < min(length, layer.sliding_window - 1):
+        raise RuntimeError(
+            f"crop to {length} tokens: a layer with a sliding window of {layer.sliding_window} would have only {kept} left."
+            " Remove no more than those that came after cache.activate_past_recording()."
+        )
+
+
+def forget_states(layer: Any) -> None:
+    """Drop the states of linear attention, which transformers' reset zeroes: the next batch may have other rows."""
+    for i in range(getattr(layer, "number_of_states", 0)):
+        layer.conv_states[i] = layer.recurrent_states[i] = layer.conv_kernel_size[i] = None
+        layer.is_conv_states_initialized[i] = layer.is_recurrent_states_initialized[i] = False
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 def description(layer: Any, max_cache_len: int | None) -> dict[str, Any]:
     """What a layer is, as numbers and names: `{"class": ..., **options}`.
