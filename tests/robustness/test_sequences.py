@@ -27,7 +27,7 @@ from tests.robustness.cache_model import CacheModel, LayerModel, New
 from tests.robustness.counts import count
 from tests.robustness.invariants import check_invariants, check_pool
 from tests.tiny_models import COMMON, FAMILIES, HEADS
-from tq_hf import PRESETS, TurboQuantCache
+from tq_hf import PRESETS, TurboQuantCache, page_pool
 from tq_hf.attention import turboquant_attention
 from tq_hf.layer import TurboQuantLayer
 from tq_hf.page_pool import NO_PAGE
@@ -456,7 +456,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No page is written while another row uses it, or twice in one commit."""
+    """No page is written while another row uses it, or twice in one commit. Pools are renumbered at every opportunity."""
+    monkeypatch.setattr(page_pool, "SPARE_PAGES", 1)
     commit = TurboQuantLayer.commit
 
     def checked(self: TurboQuantLayer, step: Any, mask: Any, query: Any = None) -> None:
