@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tq_hf.conditioning import or_ones, partners
+from tq_hf.layers.stock import contents
 from tq_hf.layout import PageLayout
+from tq_hf.quantizer.conditioning import or_ones, partners
 from tq_hf.reference.codec import decode_page, encode_page
 from tq_hf.reference.observe import observe
-from tq_hf.stock_layers import contents
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tq_hf.page_pool import NO_PAGE, PagePool
-from tq_hf.pages import BlockTable
+from tq_hf.pages.pool import NO_PAGE, PagePool
+from tq_hf.pages.table import BlockTable
 
 
 def check_invariants(cache: Any) -> None:

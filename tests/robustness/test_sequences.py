@@ -27,10 +27,11 @@ from tests.robustness.cache_model import CacheModel, LayerModel, New
 from tests.robustness.counts import count
 from tests.robustness.invariants import check_invariants, check_pool
 from tests.tiny_models import COMMON, FAMILIES, HEADS
-from tq_hf import PRESETS, TurboQuantCache, page_pool
+from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.attention import turboquant_attention
-from tq_hf.layer import TurboQuantLayer
-from tq_hf.page_pool import NO_PAGE
+from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.pages.pool import NO_PAGE
+from tq_hf.pages.table import pool as page_pool
 
 CPU = torch.device("cpu")
 MOST_TOKENS, MOST_ROWS, MOST_CACHES = 420, 4, 5
