@@ -8,12 +8,15 @@ they are shared by reference and freed when no row of any table uses them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from .errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from .pages import BlockTable
@@ -111,6 +114,15 @@ class PagePool:
         """
         self._returned.append(rows)
 
+    def recount(self) -> None:
+        """Count again who uses which page: an edit of a table that is no user any more was interrupted."""
+        self._returned.clear()  # these are no users either
+        self.references = [0] * self.capacity
+        for table in list(self.users):
+            for row in table.rows or []:
+                self.share(row)
+        self.free = [page for page, references in enumerate(self.references) if not references]
+
     def _take_back(self) -> None:
         while self._returned:
             for row in self._returned.pop():
@@ -160,6 +172,8 @@ class PagePool:
 
         The first reordering of beams leaves one row's pages of many, and so does a fork that outlives the others.
 
+        Without memory for the copies, everything stays as it is: a large pool is no error.
+
         Args:
             to_come: pages that are going to be needed besides those in use, if that is known (sliding windows). Then fewer
                 unused ones are worth it, a quarter of the pool, and the pool keeps room for these.
@@ -170,16 +184,34 @@ class PagePool:
         if not is_wasteful(used, self.capacity, to_come):
             return
         kept = [page for page, references in enumerate(self.references) if references]
-        for slot in self._devices:
-            was_offloaded = self.is_offloaded(slot)
-            self.put(slot, _select(self.of(slot), kept, room))
-            if was_offloaded:
-                self.offload(slot)
-        self.references = [self.references[page] for page in kept]
-        self.free = []
         number = dict(zip(kept, range(len(kept)), strict=True))
-        for table in tables:
-            table.renumber(number)
+        try:
+            copies = {slot: self._copied(slot, kept, room) for slot in self._devices}
+            edits = [(table, table.renumbered(number)) for table in tables if table.rows is not None]
+        except Exception as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        with ExitStack() as all_tables:
+            for table, _ in edits:
+                all_tables.enter_context(table.tearing())
+            for slot, pages in copies.items():
+                if self.is_offloaded(slot):
+                    self._host[slot] = pages
+                else:
+                    self.put(slot, pages)
+            self.references, self.free = [self.references[page] for page in kept], []
+            for table, edit in edits:
+                table.put(edit)
+
+    def _copied(self, slot: int, kept: Sequence[int], room: int) -> Tensor:
+        """A layer's pages `kept`, where they are: on its device, or in host memory."""
+        if not self.is_offloaded(slot):
+            return _select(self.of(slot), kept, room)
+        pages = _select(self.of(slot), kept, room)
+        self.offload(slot)
+        host = torch.empty(pages.shape, dtype=pages.dtype, device="cpu", pin_memory=pages.is_cuda)
+        return host.copy_(pages)
 
     @torch.inference_mode(False)
     def copy(self, kept: Sequence[int], device: torch.device | None = None) -> PagePool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -39,6 +40,17 @@ def while_alone(method: Method) -> Method:
     return cast(Method, locked)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """What a dynamic block table is going to be, made with all the memory that it takes: `BlockTable.take` needs none."""
+
+    rows: list[list[int]]
+    spans: list[tuple[int, int]]
+    row_starts: list[int]
+    packed_end: int
+    tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]]  # of each `DeviceTable`
+
+
 class BlockTable:
     """Which page each entry of each row uses, and which positions an entry covers.
 
@@ -51,9 +63,13 @@ class BlockTable:
         sink_tokens: exact first tokens of a row; pages start at this position.
         recent_window: newest tokens that are never packed.
         max_cache_len: capacity in tokens, for the static mode.
+
+    Attributes:
+        is_torn: whether an edit was interrupted while it was put into effect: then only `clear` and `restart` help.
     """
 
     origin = 0  # the position that all others count from; a table for sliding layers moves it
+    is_torn = False
 
     def __init__(self, page_size: int, sink_tokens: int, recent_window: int, max_cache_len: int | None = None) -> None:
         self.page_size = page_size
@@ -100,6 +116,7 @@ class BlockTable:
         self.packed_end = self.sink_tokens
         self._padding_noted = -1
         self._devices: dict[torch.device, DeviceTable] = {}
+        self.is_torn = False
 
     def _start_rows_at(self, positions: list[int]) -> None:
         """Note where rows start, and the latest of these positions: layers ask for it at every step."""
@@ -114,8 +131,11 @@ class BlockTable:
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None:
             with pages.lock:
-                self.__del__()
                 pages.users.discard(self)
+                if self.is_torn:
+                    pages.recount()
+                else:
+                    self.__del__()
 
     def __del__(self) -> None:
         """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
@@ -168,18 +188,26 @@ class BlockTable:
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
         assert self.rows is not None
-        if self.packed_end < packed_end:
-            self.pages.compact()
-        first_new = len(self.spans)
-        while self.packed_end < packed_end:
-            start, end = self.packed_end, self.packed_end + self.page_size
-            self.spans.append((start, self.page_size))
-            for row, row_start in zip(self.rows, self.row_starts, strict=True):
-                row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
-            self.packed_end = end
-        if len(self.spans) > first_new:
+        if self.packed_end >= packed_end:
+            return
+        self.pages.compact()
+        first_new, had_end = len(self.spans), self.packed_end
+        try:
+            while self.packed_end < packed_end:
+                start, end = self.packed_end, self.packed_end + self.page_size
+                self.spans.append((start, self.page_size))
+                for row, row_start in zip(self.rows, self.row_starts, strict=True):
+                    row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
+                self.packed_end = end
             for device_table in self._devices.values():
                 device_table.write(self, first_new)
+        except BaseException:  # the next layer would take them for written
+            self.packed_end = had_end
+            del self.spans[first_new:]
+            for row in self.rows:
+                self.pages.release(row[first_new:])
+                del row[first_new:]
+            raise
 
     def _needs_page(self, end: int, row_start: int) -> bool:
         """Whether a page that ends there has anything to hold but padding and sinks."""
@@ -191,6 +219,20 @@ class BlockTable:
         self._start_rows_at([min(start, length) for start in self.row_starts])
         for device_table in self._devices.values():
             device_table.row_start.clamp_(max=length)
+
+    def take_back(self, length: int) -> None:
+        """Forget what a forward pass that ended early has announced of the tokens from `length` on."""
+        self.trim(length)
+
+    def entries_to(self, packed_end: int) -> int:
+        """Entries of what is packed before that position."""
+        return sum(start < packed_end for start, _ in self.spans)
+
+    @while_alone
+    def drop_entries(self, packed_end: int) -> None:
+        """Dynamic mode: give back the entries from `packed_end` on, which a forward pass that ended early had reserved."""
+        if self.packed_end > packed_end:
+            self.take(self.edit(spans=self.spans[: self.entries_to(packed_end)]))
 
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
@@ -220,26 +262,70 @@ class BlockTable:
                     f"a static cache can be cropped into packed pages {SPARE_ENTRIES} times, no more: call cache.reset(),"
                     " or use a cache without max_cache_len."
                 )
-            self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
-            self._own_entries(len(kept))
-            self._rewrite()
+            with self.tearing():
+                self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
+                self._own_entries(len(kept))
+                self._rewrite()
             return end, len(kept)
-        for row in self.rows or []:
-            self.pages.release(row[len(kept) :])
-            del row[len(kept) :]
-        self.spans, self.packed_end = kept, end
+        self.take(self.edit(spans=kept))
         self.pages.compact()
-        self._refresh()
         return end, len(kept)
+
+    @torch.inference_mode(False)
+    def edit(
+        self,
+        rows: list[list[int]] | None = None,
+        spans: list[tuple[int, int]] | None = None,
+        row_starts: list[int] | None = None,
+    ) -> Edit:
+        """Dynamic mode: prepare other rows, spans and starts; None keeps these. Nothing changes until `take`.
+
+        Rows lose the entries that have no span.
+        """
+        spans = self.spans if spans is None else spans
+        rows = [row[: len(spans)] for row in rows or self.rows or []]
+        row_starts = self.row_starts if row_starts is None else row_starts
+        end = sum(spans[-1]) if spans else self.sink_tokens
+        tensors = {device: _tensors(device, rows, spans, row_starts) for device in self._devices}
+        return Edit(rows, list(spans), list(row_starts), end, tensors)
+
+    @while_alone
+    def take(self, edit: Edit) -> None:
+        """Put what `edit` has prepared into effect; it allocates no tensor."""
+        with self.tearing():
+            for row in edit.rows:
+                self.pages.share(row)
+            for row in self.rows or []:
+                self.pages.release(row)
+            self.put(edit)
+
+    def put(self, edit: Edit) -> None:
+        """As `take`, with the pages counted already."""
+        if self.rows is not None:
+            self.rows = edit.rows
+        self.spans, self.packed_end = edit.spans, edit.packed_end
+        self._start_rows_at(edit.row_starts)
+        for device, tensors in edit.tensors.items():
+            self._devices[device].hold(*tensors)
+
+    @contextmanager
+    def tearing(self) -> Iterator[None]:
+        """Around what must not end halfway: an interrupt in there leaves `is_torn`."""
+        self.is_torn = True
+        yield
+        self.is_torn = False
 
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
+        if self.is_torn:
+            self.pages.recount()
         self._start_rows_at([0] * len(self.row_starts))
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
         self._own_entries(0)
         self._rewrite()
         for device_table in self._devices.values():
             device_table.row_start.zero_()
+        self.is_torn = False
 
     def note_dense_read(self) -> None:
         """Say once a cache that some attention function reads dequantized copies, and how to avoid it."""
@@ -260,22 +346,17 @@ class BlockTable:
     @while_alone
     def select_rows(self, indices: Sequence[int]) -> None:
         """Make row i a copy of row `indices[i]`: pages are shared, not copied."""
-        assert self.rows is not None
-        chosen = [list(self.rows[i]) for i in indices]
-        for row in chosen:
-            self.pages.share(row)
-        for row in self.rows:
-            self.pages.release(row)
-        self.rows = chosen
-        self._start_rows_at([self.row_starts[i] for i in indices])
+        self.take(self.selected(indices))
         self.pages.compact()
-        self._refresh()
 
-    def renumber(self, number: Mapping[int, int]) -> None:
-        """Use `number[page]` for every page: the pool has moved them."""
-        for row in self.rows or []:
-            row[:] = [number.get(page, NO_PAGE) for page in row]
-        self._refresh()
+    def selected(self, indices: Sequence[int]) -> Edit:
+        """The edit that `select_rows` makes."""
+        assert self.rows is not None
+        return self.edit([list(self.rows[i]) for i in indices], row_starts=[self.row_starts[i] for i in indices])
+
+    def renumbered(self, number: Mapping[int, int]) -> Edit:
+        """The edit that uses `number[page]` for every page, for a pool that is going to move them."""
+        return self.edit([[number.get(page, NO_PAGE) for page in row] for row in self.rows or []])
 
     # -- static mode -------------------------------------------------------------------------------------------------
     def permute_rows(self, indices: Sequence[int], used: int) -> None:
@@ -285,15 +366,16 @@ class BlockTable:
         """
         assert self.rows is not None
         past = [self.rows[i][:used] for i in indices]
-        for row in past:
-            self.pages.share(row)
-        for row, pages in zip(self.rows, past, strict=True):
-            self.pages.release(row[:used])
-            row[:used] = pages
-        self._rewrite()
-        for device_table in self._devices.values():
-            starts = device_table.row_start
-            starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
+        with self.tearing():
+            for row in past:
+                self.pages.share(row)
+            for row, pages in zip(self.rows, past, strict=True):
+                self.pages.release(row[:used])
+                row[:used] = pages
+            self._rewrite()
+            for device_table in self._devices.values():
+                starts = device_table.row_start
+                starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
 
     def restore(
         self, page_ids: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], row_starts: Sequence[int], pages: int
@@ -442,15 +524,12 @@ class DeviceTable:
         self.device = device
         self.rebuild(table)
 
-    @torch.inference_mode(False)
     def rebuild(self, table: BlockTable) -> None:
         assert table.rows is not None
-        entries = len(table.spans)
-        room = entries if table.is_static else entry_room(entries)
-        self.page_ids = torch.full((len(table.rows), room), NO_PAGE, dtype=torch.int32, device=self.device)
-        self.entries = torch.zeros((room, 2), dtype=torch.int32, device=self.device)
-        self.row_start = _int32(table.row_starts).to(self.device)
-        self.write(table, 0)
+        self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts, spare=not table.is_static))
+
+    def hold(self, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
+        self.page_ids, self.entries, self.row_start = page_ids, entries, row_start
 
     def write(self, table: BlockTable, first: int) -> None:
         """Copy entries from `first` on to the device."""
@@ -462,6 +541,25 @@ class DeviceTable:
         if last > first:
             self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
             self.entries[first:last].copy_(_int32(table.spans[first:]))
+
+
+@torch.inference_mode(False)
+def _tensors(
+    device: torch.device,
+    rows: Sequence[Sequence[int]],
+    spans: Sequence[tuple[int, int]],
+    row_starts: Sequence[int],
+    spare: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`DeviceTable.page_ids`, `entries` and `row_start` of these, with room for more entries if `spare`."""
+    used = len(spans)
+    room = entry_room(used) if spare else used
+    page_ids = torch.full((len(rows), room), NO_PAGE, dtype=torch.int32, device=device)
+    entries = torch.zeros((room, 2), dtype=torch.int32, device=device)
+    if used:
+        page_ids[:, :used].copy_(_int32(rows))
+        entries[:used].copy_(_int32(spans))
+    return page_ids, entries, _int32(row_starts).to(device)
 
 
 def _int32(values: Sequence[object]) -> Tensor:
