@@ -147,6 +147,12 @@ class PagePool:
         self._devices[slot] = pages.device
         self.note_written(slot)
 
+    def discard(self, slot: int) -> None:
+        """As before `put`."""
+        self._pages.pop(slot, None)
+        self._devices.pop(slot, None)
+        self._unsaved.discard(slot)
+
     def holds(self, slot: int) -> bool:
         """Whether a layer has its pages here already, those of a fork perhaps."""
         return slot in self._devices

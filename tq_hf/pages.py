@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,20 @@ class Edit:
     row_starts: list[int]
     packed_end: int
     tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]]  # of each `DeviceTable`
+
+
+class Crop(NamedTuple):
+    """What a crop leaves of a block table.
+
+    Attributes:
+        kept: start and count of each entry in use.
+        end: the first position that is in no page any more.
+        edit: the table then, in the dynamic mode.
+    """
+
+    kept: list[tuple[int, int]]
+    end: int
+    edit: Edit | None
 
 
 class BlockTable:
@@ -231,15 +245,24 @@ class BlockTable:
     @while_alone
     def drop_entries(self, packed_end: int) -> None:
         """Dynamic mode: give back the entries from `packed_end` on, which a forward pass that ended early had reserved."""
-        if self.packed_end > packed_end:
-            self.take(self.edit(spans=self.spans[: self.entries_to(packed_end)]))
+        self.take(self.edit(spans=self.spans[: self.entries_to(packed_end)], packed_end=packed_end))
 
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
         return self.latest_start >= length
 
-    @while_alone
     def crop(self, length: int, used: int) -> tuple[int, int]:
+        """`make_crop` of `prepare_crop`, whose arguments these are.
+
+        Returns:
+            `Crop.end`, and the entries in use.
+        """
+        crop = self.prepare_crop(length, used)
+        self.make_crop(crop)
+        self.pages.compact()
+        return crop.end, len(crop.kept)
+
+    def prepare_crop(self, length: int, used: int) -> Crop:
         """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
 
         Args:
@@ -247,7 +270,7 @@ class BlockTable:
             used: entries in use.
 
         Returns:
-            The first position that is in no page any more, and the entries in use.
+            What `make_crop` puts into effect; nothing is changed before.
 
         Raises:
             RuntimeError: a static table has been cropped into its pages more often than it has spare entries.
@@ -262,14 +285,19 @@ class BlockTable:
                     f"a static cache can be cropped into packed pages {SPARE_ENTRIES} times, no more: call cache.reset(),"
                     " or use a cache without max_cache_len."
                 )
-            with self.tearing():
-                self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
-                self._own_entries(len(kept))
-                self._rewrite()
-            return end, len(kept)
-        self.take(self.edit(spans=kept))
-        self.pages.compact()
-        return end, len(kept)
+            return Crop(kept, end, None)
+        return Crop(kept, end, self.edit(spans=kept, packed_end=end))
+
+    @while_alone
+    def make_crop(self, crop: Crop) -> None:
+        if crop.edit is not None:
+            self.take(crop.edit)
+            return
+        with self.tearing():
+            room = len(self.spans) - len(crop.kept)
+            self.spans = crop.kept + [(crop.end + e * self.page_size, self.page_size) for e in range(room)]
+            self._own_entries(len(crop.kept))
+            self._rewrite()
 
     @torch.inference_mode(False)
     def edit(
@@ -277,15 +305,16 @@ class BlockTable:
         rows: list[list[int]] | None = None,
         spans: list[tuple[int, int]] | None = None,
         row_starts: list[int] | None = None,
+        packed_end: int | None = None,
     ) -> Edit:
-        """Dynamic mode: prepare other rows, spans and starts; None keeps these. Nothing changes until `take`.
+        """Dynamic mode: prepare other rows, spans, ...; None keeps what is. Nothing changes until `take`.
 
         Rows lose the entries that have no span.
         """
         spans = self.spans if spans is None else spans
         rows = [row[: len(spans)] for row in rows or self.rows or []]
         row_starts = self.row_starts if row_starts is None else row_starts
-        end = sum(spans[-1]) if spans else self.sink_tokens
+        end = self.packed_end if packed_end is None else packed_end
         tensors = {device: _tensors(device, rows, spans, row_starts) for device in self._devices}
         return Edit(rows, list(spans), list(row_starts), end, tensors)
 
@@ -311,9 +340,9 @@ class BlockTable:
     @contextmanager
     def tearing(self) -> Iterator[None]:
         """Around what must not end halfway: an interrupt in there leaves `is_torn`."""
-        self.is_torn = True
+        before, self.is_torn = self.is_torn, True
         yield
-        self.is_torn = False
+        self.is_torn = before
 
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
@@ -343,14 +372,8 @@ class BlockTable:
         counts = [count for _, count in self.spans[:used]]
         return sum(n for row in self.rows or [] for page, n in zip(row, counts, strict=False) if page != NO_PAGE)
 
-    @while_alone
-    def select_rows(self, indices: Sequence[int]) -> None:
-        """Make row i a copy of row `indices[i]`: pages are shared, not copied."""
-        self.take(self.selected(indices))
-        self.pages.compact()
-
     def selected(self, indices: Sequence[int]) -> Edit:
-        """The edit that `select_rows` makes."""
+        """The edit that makes row i a copy of row `indices[i]`: pages are shared, not copied."""
         assert self.rows is not None
         return self.edit([list(self.rows[i]) for i in indices], row_starts=[self.row_starts[i] for i in indices])
 
@@ -440,16 +463,22 @@ class BlockTable:
         return twin
 
     @while_alone
-    def move(self, device: torch.device) -> None:
-        """Put the pages and this table's tensors on `device`. Other tables of the pool keep theirs."""
-        starts = [device_table.row_start for device_table in self._devices.values()]
+    def moved(self, device: torch.device) -> Callable[[], None]:
+        """Copy the pages and this table's tensors to `device`; what is returned makes the table use the copies.
+
+        Other tables of the pool keep theirs.
+        """
         pages, rows = self._copied_pages(device)
-        self._leave()
-        self.rows = rows
-        self._use(pages)
-        self._devices = {}
-        if starts:
-            self.on(device).row_start.copy_(starts[0])
+        devices: dict[torch.device, DeviceTable] = {}
+        for device_table in list(self._devices.values())[:1]:
+            devices[device] = device_table.copied(device)
+
+        def use() -> None:
+            self._leave()
+            self.rows, self._devices = rows, devices
+            self._use(pages)
+
+        return use
 
     def _twin(self) -> Self:
         """The same rows and spans, without a pool and without tensors."""
@@ -527,6 +556,13 @@ class DeviceTable:
     def rebuild(self, table: BlockTable) -> None:
         assert table.rows is not None
         self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts, spare=not table.is_static))
+
+    @torch.inference_mode(False)
+    def copied(self, device: torch.device) -> DeviceTable:
+        twin = object.__new__(DeviceTable)
+        twin.device = device
+        twin.hold(*(tensor.to(device, copy=True) for tensor in (self.page_ids, self.entries, self.row_start)))
+        return twin
 
     def hold(self, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
         self.page_ids, self.entries, self.row_start = page_ids, entries, row_start
