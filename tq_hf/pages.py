@@ -463,6 +463,7 @@ class BlockTable:
         return twin
 
     @while_alone
+    @torch.inference_mode(False)
     def moved(self, device: torch.device) -> Callable[[], None]:
         """Copy the pages and this table's tensors to `device`; what is returned makes the table use the copies.
 
@@ -470,8 +471,9 @@ class BlockTable:
         """
         pages, rows = self._copied_pages(device)
         devices: dict[torch.device, DeviceTable] = {}
-        for device_table in list(self._devices.values())[:1]:
-            devices[device] = device_table.copied(device)
+        for held in list(self._devices.values())[:1]:  # a static table's starts are on the device only
+            page_ids, entries, _ = _tensors(device, rows or [], self.spans, self.row_starts, spare=not self.is_static)
+            devices[device] = DeviceTable(device, page_ids, entries, held.row_start.to(device, copy=True))
 
         def use() -> None:
             self._leave()
@@ -524,12 +526,14 @@ class BlockTable:
     def on(self, device: torch.device) -> DeviceTable:
         """The table as tensors on `device`."""
         if device not in self._devices:
-            self._devices[device] = DeviceTable(self, device)
+            assert self.rows is not None
+            tensors = _tensors(device, self.rows, self.spans, self.row_starts, spare=not self.is_static)
+            self._devices[device] = DeviceTable(device, *tensors)
         return self._devices[device]
 
     def _refresh(self) -> None:
         for device_table in self._devices.values():
-            device_table.rebuild(self)
+            device_table.hold(*_tensors(device_table.device, self.rows or [], self.spans, self.row_starts))
 
     def tensors(self) -> list[Tensor]:
         return [t for d in self._devices.values() for t in (d.page_ids, d.entries, d.row_start)]
@@ -549,20 +553,9 @@ class DeviceTable:
         row_start: int32 [B].
     """
 
-    def __init__(self, table: BlockTable, device: torch.device) -> None:
+    def __init__(self, device: torch.device, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
         self.device = device
-        self.rebuild(table)
-
-    def rebuild(self, table: BlockTable) -> None:
-        assert table.rows is not None
-        self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts, spare=not table.is_static))
-
-    @torch.inference_mode(False)
-    def copied(self, device: torch.device) -> DeviceTable:
-        twin = object.__new__(DeviceTable)
-        twin.device = device
-        twin.hold(*(tensor.to(device, copy=True) for tensor in (self.page_ids, self.entries, self.row_start)))
-        return twin
+        self.hold(page_ids, entries, row_start)
 
     def hold(self, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
         self.page_ids, self.entries, self.row_start = page_ids, entries, row_start
@@ -572,7 +565,7 @@ class DeviceTable:
         assert table.rows is not None
         last = len(table.spans)
         if last > self.entries.shape[0]:
-            self.rebuild(table)
+            self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts))
             return
         if last > first:
             self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
