@@ -285,7 +285,10 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
-        tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
+        if not self.forward_pass.is_over(self):
+            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
+            if not tokens_to_remove:
+                return
         settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())

@@ -174,8 +174,6 @@ class ForwardPass:
             RuntimeError: they cannot be taken back.
             ValueError: fewer are to be removed.
         """
-        if self.is_over(cache):
-            return tokens_to_remove
         self._require_mendable(cache)
         extra = longest(cache) - self.start
         if tokens_to_remove < extra:

@@ -1,0 +1,181 @@
+"""A call that fails in the middle leaves the cache as it was, or says at the next call that it did not and what helps.
+
+Every call is made again and again, and fails at another place each time: at the first allocation, the second, ..., until it
+comes through. After each failure the cache must hold the same bits as before and go on like one that nothing has happened
+to. Where layers of a forward pass hold its tokens and others do not, the next pass must be refused, and `crop` must bring all
+of them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from tests.robustness.counts import count
+from tests.robustness.faults import FailingOp, Interrupt, OutOfMemory, expected
+from tests.robustness.states import equal, require_sound, state_of
+from tests.test_cache import states
+from tests.test_cache_sliding import ALL_SLIDING, MIXED, SMALL
+from tests.tiny_models import tiny_model
+from tq_hf import TurboQuantCache
+from tq_hf.attention import turboquant_attention
+from tq_hf.layer import TurboQuantLayer
+
+FULL = tf.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
+# The window is too short to be packed, so that its layers are transformers' own.
+STOCK = tf.Gemma3TextConfig(
+    hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=64, sliding_window=24,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+)  # fmt: skip
+CONFIGS = {"full": FULL, "mixed": MIXED, "all_sliding": ALL_SLIDING, "stock": STOCK}
+ROWS = 2
+FAR = 10**9  # beyond any place of a fault
+Call = Callable[[TurboQuantCache], Any]
+
+
+def forward(cache: TurboQuantCache, tokens: int, seed: int = 50, padded: int = 0) -> list[Tensor]:
+    """New tokens for every layer, and the attention of each; the first `padded` positions of row 0 are padding."""
+    outputs = []
+    rows = cache._rows or ROWS
+    for i in range(len(cache.layers)):
+        query, key, value = (states(tokens, rows, seed=seed + 3 * i + side) for side in range(3))
+        key, value = cache.update(key, value, i)
+        mask = None
+        if padded:
+            mask = torch.ones(rows, 1, 1, key.shape[2], dtype=torch.uint8)
+            mask[0, ..., :padded] = 0
+        outputs.append(turboquant_attention(nn.Module(), query, key, value, mask)[0])
+    return outputs
+
+
+def cache_of(kind: str, *sizes: int, **options: Any) -> TurboQuantCache:
+    """A cache that has had these chunks of tokens; the first has some padding."""
+    cache = TurboQuantCache(CONFIGS[kind], "tq4", **SMALL, **options)
+    for seed, size in enumerate(sizes):
+        forward(cache, size, seed=1000 * seed, padded=0 if seed or kind != "full" else 7)
+    return cache
+
+
+# A forward pass of so many tokens (the first packs nothing, the second a page, the third overwrites exact tokens).
+FORWARD: dict[str, tuple[str, tuple[int, ...], int]] = {
+    "prompt": ("full", (), 90),
+    "decode": ("full", (90, 1), 1),
+    "decode that packs": ("full", (90, 25), 1),
+    "chunk": ("full", (90, 1), 70),
+    "first tokens, one by one": ("full", (5,), 1),
+    "sliding prompt": ("mixed", (), 130),
+    "sliding decode": ("mixed", (130, 20), 1),
+    "sliding chunk": ("all_sliding", (130, 1), 80),
+    "stock": ("stock", (60,), 1),
+}
+EDITS: dict[str, Call] = {
+    "crop of the tail": lambda c: c.crop(-3),
+    "crop into pages": lambda c: c.crop(-60),
+    "reorder": lambda c: c.reorder_cache(torch.tensor([1, 1])),
+    "select": lambda c: c.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda c: c.batch_repeat_interleave(2),
+    "fork": lambda c: c.fork(2),
+    "copy": copy.deepcopy,
+}
+
+
+def test_the_cases_are_what_they_say() -> None:
+    kind, sizes, tokens = FORWARD["decode that packs"]
+    cache = cache_of(kind, *sizes)
+    used = int(cache.layers[0].counters[2])
+    forward(cache, tokens)
+    assert int(cache.layers[0].counters[2]) == used + 1
+    kind, sizes, tokens = FORWARD["sliding decode"]
+    cache = cache_of(kind, *sizes)
+    (table,) = cache.sliding_tables.values()
+    assert table.origin == 0
+    forward(cache, tokens)
+    assert table.origin > 0
+    assert [isinstance(layer, TurboQuantLayer) for layer in cache_of("stock").layers] == [False, True, True]
+
+
+def taken_back(cache: TurboQuantCache, call: Call) -> bool:
+    """Whether the cache can be used after a forward pass that failed; `crop` as the refusal of the next one says."""
+    try:
+        list(cache)
+        return True
+    except RuntimeError as error:
+        message = str(error)
+    assert "ended early" in message
+    with pytest.raises(RuntimeError, match="ended early"):
+        call(cache)  # a forward pass is refused as any use is
+    if (found := re.search(r"cache\.crop\((-\d+)\)", message)) is None:
+        assert "Call cache.reset()" in message
+        count("faults that leave only reset()")
+        return False
+    with pytest.raises(ValueError, match="remove at least"):
+        cache.crop(0)
+    cache.crop(int(found[1]))
+    count("faults taken back by crop()")
+    return True
+
+
+def places(run: Callable[[Any], Any], make: Callable[[int], Any], most: int | None) -> range:
+    """Where faults can be placed in a call: all places, or at most so many, evenly spread."""
+    fault = make(FAR)
+    with fault:
+        run(fault)
+    assert not fault.raised
+    total = FAR - fault.left
+    return range(0, total, 1 if most is None else -(-total // most))
+
+
+def fail_everywhere(cache: TurboQuantCache, call: Call, make: Callable[[int], Any], what: str, most: int | None) -> None:
+    """Let a forward pass fail at up to `most` places, all of them if None."""
+    undisturbed = copy.deepcopy(cache)
+    before = state_of(undisturbed)
+    wanted = [call(undisturbed)]
+    after = state_of(undisturbed)
+    wanted += [forward(undisturbed, n, seed=9000 + n) for n in (1, 33)]
+    measured = copy.deepcopy(cache)
+    for place in places(lambda _: call(measured), make, most):
+        fault, tried, outcome = make(place), copy.deepcopy(cache), None
+        with expected(fault):
+            outcome = call(tried)
+        assert fault.raised
+        count(f"faults injected: {what}")
+        if outcome is None:
+            if not taken_back(tried, call):
+                tried.reset()
+                assert tried.get_seq_length() == 0
+                forward(tried, 5)
+                continue
+            if tried.get_seq_length() > cache.get_seq_length():  # an interrupt behind the last layer's update
+                assert fault.where.startswith("forward_pass") or fault.raised
+                count("faults after which the cache holds the tokens")
+                require_sound(tried)
+                continue
+            assert equal(state_of(tried), before), vars(fault)
+            require_sound(tried)
+            outcome = call(tried)
+        assert equal(state_of(tried), after), vars(fault)
+        assert equal([outcome] + [forward(tried, n, seed=9000 + n) for n in (1, 33)], wanted)
+        require_sound(tried)
+
+
+FAULTS: dict[str, tuple[Callable[[int], Any], int]] = {  # and how many of them a short run tries
+    "out of memory": (OutOfMemory, 12),
+    "interrupt": (Interrupt, 12),
+    "an op that fails at once": (lambda n: FailingOp(n, does_its_work=False), 99),
+    "an op that fails late": (lambda n: FailingOp(n, does_its_work=True), 99),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("case", FORWARD)
+def test_a_forward_pass_that_fails(case: str, fault: str, soak: bool) -> None:
+    (kind, sizes, tokens), (make, most) = FORWARD[case], FAULTS[fault]
+    fail_everywhere(cache_of(kind, *sizes), lambda c: forward(c, tokens), make, fault, None if soak else most)
