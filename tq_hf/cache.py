@@ -33,7 +33,7 @@ from .reports import CacheReport, stock_report
 from .rotary import rotary_of
 from .saving import model_facts
 from .sliding import SlidingLayer, SlidingTable
-from .stock_layers import all_or_nothing, contents, move_stock
+from .stock_layers import contents, move_stock
 
 logger = logging.get_logger(__name__)
 
@@ -298,15 +298,14 @@ class TurboQuantCache(DynamicCache):
                 )
         for sliding in self.sliding_tables.values():
             sliding.require_croppable(-tokens_to_remove)
-        with all_or_nothing(self._stock_layers):
+        tables = settled.items() if tokens_to_remove < 0 else ()
+        crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
+        with self.forward_pass.edit("crop()", self._stock_layers) as change:
             for layer in self._stock_layers:
                 layer.crop(tokens_to_remove)
-            tables = settled.items() if tokens_to_remove < 0 else ()
-            crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
-        with self.forward_pass.edit("crop()"):
+            change.begin()
             for crop in crops:
                 crop()
-        self.forward_pass.forget()
         for table in settled:
             table.pages.compact()
         for sliding in self.sliding_tables.values():
@@ -337,7 +336,8 @@ class TurboQuantCache(DynamicCache):
         rows = self._rows
         if rows is None:
             self.forward_pass.require_over(self)
-            with self.forward_pass.edit("an edit of rows"):
+            with self.forward_pass.edit("an edit of rows", ()) as change:  # copies of all layers would take as much again
+                change.begin()
                 for layer in self._stock_layers:
                     edit_stock(layer)
             return
@@ -346,10 +346,10 @@ class TurboQuantCache(DynamicCache):
         index = torch.tensor(chosen, device="cpu")
         states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
         edits = {table: table.selected(chosen) for table in layers if not table.is_static}
-        with all_or_nothing(self._stock_layers):
+        with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
             for layer in self._stock_layers:
                 edit_stock(layer)
-        with self.forward_pass.edit("an edit of rows"):
+            change.begin()
             for table, settled in layers.items():
                 if table.is_static:
                     table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
@@ -442,10 +442,10 @@ class TurboQuantCache(DynamicCache):
         moves = layers if any(layer.device != target for layer in layers) else []
         tables = [table.moved(target) for table in self.tables] if moves else []
         states = [layer.on(target) for layer in moves]
-        with all_or_nothing(self._stock_layers):
+        with self.forward_pass.edit("to()", self._stock_layers) as change:
             for layer in self._stock_layers:
                 move_stock(layer, target)
-        with self.forward_pass.edit("to()"):
+            change.begin()
             for use in tables:
                 use()
             for layer, state in zip(moves, states, strict=True):

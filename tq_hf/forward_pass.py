@@ -7,7 +7,7 @@ has ended. It sees the next one begin, when a layer gets tokens again that had s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,23 @@ from transformers.cache_utils import DynamicLayer
 from .hybrid_layer import HybridLayer
 from .layer import UNEVEN, TurboQuantLayer
 from .pages import BlockTable
+from .stock_layers import all_or_nothing
 
 if TYPE_CHECKING:
     from .cache import TurboQuantCache
 
 ATTENTION = ("attention",)  # the state of a layer that keys and values are for; a linear one has several, by name and number
 RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state."
+
+
+class Change:
+    """How far an edit of a cache is."""
+
+    has_begun = False
+
+    def begin(self) -> None:
+        """All that can fail has been done: from here on packed layers change, and if this ends halfway, only `reset` helps."""
+        self.has_begun = True
 
 
 class ForwardPass:
@@ -70,11 +81,22 @@ class ForwardPass:
         self.seen.add(update)
 
     @contextmanager
-    def edit(self, name: str) -> Iterator[None]:
-        """Around what must not end halfway: if it does, the cache can only be reset."""
+    def edit(self, name: str, stock: Sequence[Any]) -> Iterator[Change]:
+        """Around an edit of the whole cache. What fails before `Change.begin` has changed nothing.
+
+        Args:
+            stock: transformers' own layers, which are put back then; they may have changed before.
+        """
+        change = Change()
         self.unfinished = name
-        yield
-        self.unfinished = None
+        try:
+            with all_or_nothing(stock):
+                yield change
+        except BaseException:
+            if not change.has_begun:
+                self.unfinished = None
+            raise
+        self.forget()
 
     def forget(self) -> None:
         """There is no forward pass any more that might not be over."""

@@ -59,7 +59,7 @@ class PagePool:
         self.references: list[int] = []
         self.free: list[int] = []
         self.users: WeakSet[BlockTable] = WeakSet()
-        self._returned: list[list[list[int]]] = []
+        self._returned: list[list[list[int]] | None] = []
         self._pages: dict[int, Tensor] = {}  # by slot: int32 [pages, H, page_words], where the layer computes
         self._host: dict[int, Tensor] = {}  # by slot: the same in host memory, once offloaded
         self._devices: dict[int, torch.device] = {}
@@ -107,8 +107,8 @@ class PagePool:
             if self.references[page] == 0:
                 self.free.append(page)
 
-    def release_later(self, rows: list[list[int]]) -> None:
-        """Release all pages of these rows before ids are next handed out or counted.
+    def release_later(self, rows: list[list[int]] | None) -> None:
+        """Release all pages of these rows before ids are next handed out or counted; None: of a table that is torn.
 
         For finalizers, which the garbage collector may run in the middle of anything.
         """
@@ -125,7 +125,10 @@ class PagePool:
 
     def _take_back(self) -> None:
         while self._returned:
-            for row in self._returned.pop():
+            if (rows := self._returned.pop()) is None:
+                self.recount()
+                return
+            for row in rows:
                 self.release(row)
 
     # -- pages ---------------------------------------------------------------------------------------------------------

@@ -146,16 +146,13 @@ class BlockTable:
         if pages is not None:
             with pages.lock:
                 pages.users.discard(self)
-                if self.is_torn:
-                    pages.recount()
-                else:
-                    self.__del__()
+                self.__del__()
 
     def __del__(self) -> None:
         """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None and self.rows:
-            pages.release_later(self.rows)
+            pages.release_later(None if self.is_torn else self.rows)
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
@@ -219,8 +216,8 @@ class BlockTable:
             self.packed_end = had_end
             del self.spans[first_new:]
             for row in self.rows:
-                self.pages.release(row[first_new:])
                 del row[first_new:]
+            self.pages.recount()
             raise
 
     def _needs_page(self, end: int, row_start: int) -> bool:
@@ -457,9 +454,10 @@ class BlockTable:
     def fork(self) -> Self:
         """A table of the same pages (dynamic mode)."""
         twin = self._twin()
-        for row in twin.rows or []:
-            self.pages.share(row)
-        twin._use(PagePool() if self.rows is None else self.pages)
+        with twin.tearing():
+            twin._use(PagePool() if self.rows is None else self.pages)
+            for row in twin.rows or []:
+                self.pages.share(row)
         return twin
 
     @while_alone

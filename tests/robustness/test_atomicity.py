@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.robustness.counts import count
 from tests.robustness.faults import FailingOp, Interrupt, OutOfMemory, expected
@@ -25,7 +27,7 @@ from tests.robustness.states import equal, require_sound, state_of
 from tests.test_cache import states
 from tests.test_cache_sliding import ALL_SLIDING, MIXED, SMALL
 from tests.tiny_models import tiny_model
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, loading
 from tq_hf.attention import turboquant_attention
 from tq_hf.layer import TurboQuantLayer
 
@@ -76,16 +78,6 @@ FORWARD: dict[str, tuple[str, tuple[int, ...], int]] = {
     "sliding chunk": ("all_sliding", (130, 1), 80),
     "stock": ("stock", (60,), 1),
 }
-EDITS: dict[str, Call] = {
-    "crop of the tail": lambda c: c.crop(-3),
-    "crop into pages": lambda c: c.crop(-60),
-    "reorder": lambda c: c.reorder_cache(torch.tensor([1, 1])),
-    "select": lambda c: c.batch_select_indices(torch.tensor([1])),
-    "repeat": lambda c: c.batch_repeat_interleave(2),
-    "fork": lambda c: c.fork(2),
-    "copy": copy.deepcopy,
-}
-
 
 def test_the_cases_are_what_they_say() -> None:
     kind, sizes, tokens = FORWARD["decode that packs"]
@@ -179,3 +171,116 @@ FAULTS: dict[str, tuple[Callable[[int], Any], int]] = {  # and how many of them 
 def test_a_forward_pass_that_fails(case: str, fault: str, soak: bool) -> None:
     (kind, sizes, tokens), (make, most) = FORWARD[case], FAULTS[fault]
     fail_everywhere(cache_of(kind, *sizes), lambda c: forward(c, tokens), make, fault, None if soak else most)
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+EDITS: dict[str, Call] = {
+    "crop of the tail": lambda c: c.crop(-3),
+    "crop into pages": lambda c: c.crop(-60),
+    "reorder": lambda c: c.reorder_cache(torch.tensor([1, 1])),
+    "select": lambda c: c.batch_select_indices(torch.tensor([1])),
+    "repeat": lambda c: c.batch_repeat_interleave(2),
+    "fork": lambda c: c.fork(2),
+    "copy": copy.deepcopy,
+    "move": lambda c: c.to("cpu"),
+}
+EDITED = {
+    "full": ("full", (300, 1), {}),
+    "mixed": ("mixed", (130, 20), {}),
+    "stock": ("stock", (20,), {}),
+    "static": ("full", (150, 1), {"max_cache_len": 200}),
+}
+
+
+def parts(edit: str, edited: str) -> bool:
+    """Whether a cache of this kind can be edited so."""
+    is_static = edited == "static"
+    if edited == "mixed" and edit.startswith("crop") or edited == "stock" and edit == "crop into pages":
+        return False  # a window has forgotten what came before, or there are not so many tokens
+    return not (is_static and edit in ("select", "repeat", "fork"))
+
+
+@pytest.mark.parametrize("fault", ["out of memory", "interrupt"])
+@pytest.mark.parametrize("edited", EDITED)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_that_fails(edit: str, edited: str, fault: str, soak: bool) -> None:
+    """As it was, or as it is after the edit, or refused from then on; never anything between."""
+    if not parts(edit, edited):
+        pytest.skip("there is no such edit")
+    (kind, sizes, options), (make, _), call = EDITED[edited], FAULTS[fault], EDITS[edit]
+    cache = cache_of(kind, *sizes, **options)
+    undisturbed = copy.deepcopy(cache)
+    before = state_of(undisturbed)
+    call(undisturbed)
+    after = state_of(undisturbed)
+    measured = copy.deepcopy(cache)
+    for place in places(lambda _: call(measured), make, None if soak else 6):
+        tried = copy.deepcopy(cache)
+        sibling = None if options else tried.fork(1)[0]
+        mine = [tried] if sibling is None else [tried, sibling]
+        error = make(place)
+        with expected(error):
+            call(tried)
+        count(f"faults injected: {fault}")
+        try:
+            list(tried)
+        except RuntimeError as refusal:
+            assert "cache.reset()" in str(refusal)
+            with pytest.raises(RuntimeError, match=r"cache\.reset\(\)"):
+                tried.crop(-1)
+            count("faults that leave only reset()")
+            tried.reset()
+            forward(tried, 9)
+        else:
+            state = state_of(tried)
+            assert equal(state, before) or equal(state, after), vars(error)
+            forward(tried, 33, seed=5)
+        require_sound(*mine)
+        if sibling is not None:
+            assert equal(state_of(sibling), before)
+
+
+class Opened:
+    """safetensors' `safe_open`, which cannot make tensors while something watches torch: they are made beforehand."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._file = safe_open(*args, **kwargs)
+        with _disable_current_modes():
+            self._tensors = {name: self._file.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("edited", EDITED)
+def test_no_memory_for_a_file(edited: str, tmp_path: Path, soak: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving leaves the cache and an older file alone; loading leaves nothing."""
+    kind, sizes, options = EDITED[edited]
+    cache = cache_of(kind, *sizes, **options)
+    before = state_of(cache)
+    path = tmp_path / "cache"
+    TurboQuantCache(CONFIGS[kind], "tq4").save(path)
+    older = path.read_bytes()
+    most = None if soak else 10
+    for place in places(lambda _: cache.save(tmp_path / "measured"), OutOfMemory, most):
+        with expected(OutOfMemory(place)):
+            cache.save(path)
+        count("faults injected: out of memory")
+        assert path.read_bytes() == older and len(list(tmp_path.iterdir())) == 2
+        assert equal(state_of(cache), before)
+    cache.save(path)
+    monkeypatch.setattr(loading, "safe_open", Opened)
+    for place in places(lambda _: TurboQuantCache.load(path), OutOfMemory, most):
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(place):
+            TurboQuantCache.load(path)
+        count("faults injected: out of memory")
+    assert equal(state_of(TurboQuantCache.load(path)), before)
