@@ -9,7 +9,7 @@ import copy
 import operator
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -299,15 +299,16 @@ class TurboQuantCache(DynamicCache):
         for sliding in self.sliding_tables.values():
             sliding.require_croppable(-tokens_to_remove)
         tables = settled.items() if tokens_to_remove < 0 else ()
-        crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
-        with self.forward_pass.edit("crop()", self._stock_layers) as change:
-            for layer in self._stock_layers:
-                layer.crop(tokens_to_remove)
-            change.begin()
-            for crop in crops:
-                crop()
-        for table in settled:
-            table.pages.compact()
+        with self._alone():
+            crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
+            with self.forward_pass.edit("crop()", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    layer.crop(tokens_to_remove)
+                change.begin()
+                for crop in crops:
+                    crop()
+            for table in settled:
+                table.pages.compact()
         for sliding in self.sliding_tables.values():
             sliding.finish_crop()
 
@@ -345,20 +346,29 @@ class TurboQuantCache(DynamicCache):
         layers = {table: settled for table in self.tables if (settled := self._settled_layers(table))}
         index = torch.tensor(chosen, device="cpu")
         states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
-        edits = {table: table.selected(chosen) for table in layers if not table.is_static}
-        with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
-            for layer in self._stock_layers:
-                edit_stock(layer)
-            change.begin()
-            for table, settled in layers.items():
-                if table.is_static:
-                    table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
-                else:
-                    table.take(edits[table])
-            for layer, state in states:
-                layer.take(state)
-        for table in edits:
-            table.pages.compact()
+        with self._alone():
+            edits = {table: table.selected(chosen) for table in layers if not table.is_static}
+            with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    edit_stock(layer)
+                change.begin()
+                for table, settled in layers.items():
+                    if table.is_static:
+                        table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
+                    else:
+                        table.take(edits[table])
+                for layer, state in states:
+                    layer.take(state)
+            for table in edits:
+                table.pages.compact()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep forks in other threads from all pages: one that renumbers them would make a prepared edit wrong."""
+        with ExitStack() as locks:
+            for table in self.tables:
+                locks.enter_context(table.alone())
+            yield
 
     def _chosen(self, indices: Tensor, rows: int) -> list[int]:
         """The rows that `indices` name of so many.
@@ -440,9 +450,9 @@ class TurboQuantCache(DynamicCache):
         for layer in layers:
             layer.require_kernels(PageLayout.from_name(layer.layout_name), target)
         moves = layers if any(layer.device != target for layer in layers) else []
-        tables = [table.moved(target) for table in self.tables] if moves else []
         states = [layer.on(target) for layer in moves]
-        with self.forward_pass.edit("to()", self._stock_layers) as change:
+        with self._alone(), self.forward_pass.edit("to()", self._stock_layers) as change:
+            tables = [table.moved(target) for table in self.tables] if moves else []
             for layer in self._stock_layers:
                 move_stock(layer, target)
             change.begin()

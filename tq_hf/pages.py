@@ -521,6 +521,7 @@ class BlockTable:
         return twin
 
     # -- device side -------------------------------------------------------------------------------------------------
+    @while_alone
     def on(self, device: torch.device) -> DeviceTable:
         """The table as tensors on `device`."""
         if device not in self._devices:

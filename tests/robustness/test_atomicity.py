@@ -26,7 +26,7 @@ from tests.robustness.faults import FailingOp, Interrupt, OutOfMemory, expected
 from tests.robustness.states import equal, require_sound, state_of
 from tests.test_cache import states
 from tests.test_cache_sliding import ALL_SLIDING, MIXED, SMALL
-from tests.tiny_models import tiny_model
+from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache, loading
 from tq_hf.attention import turboquant_attention
 from tq_hf.layer import TurboQuantLayer
@@ -284,3 +284,120 @@ def test_no_memory_for_a_file(edited: str, tmp_path: Path, soak: bool, monkeypat
             TurboQuantCache.load(path)
         count("faults injected: out of memory")
     assert equal(state_of(TurboQuantCache.load(path)), before)
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+class Stop(Exception):
+    """Raised by the tests from within `generate()`."""
+
+
+def generate(model: Any, ids: Tensor, cache: TurboQuantCache, new: int = 12, **options: Any) -> Tensor:
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, max_new_tokens=new, **options
+    )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("passes", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "gemma3_hybrid", "qwen3_next"])
+def test_an_error_in_a_models_layer(family: str, passes: int, error: type[BaseException]) -> None:
+    """Outside of attention, where the cache hears nothing of it: in the prompt, or in a later forward pass."""
+    model, ids = tiny_model(family), prompt(1, 70)
+    wanted = generate(model, ids, TurboQuantCache(model.config, **SMALL))
+    for k, layer in enumerate(model.model.layers):
+        cache = TurboQuantCache(model.config, **SMALL)
+        left = [passes]
+
+        def fail(*_: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+
+        handle = layer.mlp.register_forward_hook(fail)
+        with pytest.raises(error):
+            generate(model, ids, cache)
+        handle.remove()
+        count("faults injected: in a model's layer")
+        if k < len(model.model.layers) - 1:  # else all layers have the tokens
+            with pytest.raises(RuntimeError, match="ended early"):
+                list(cache)
+            with pytest.raises(RuntimeError, match="ended early") as refusal, torch.no_grad():
+                model(ids[:, -1:], past_key_values=cache)
+            found = re.search(r"cache\.crop\((-\d+)\)", str(refusal.value))
+            if found is None:
+                assert family != "llama"
+                cache.reset()
+            else:
+                cache.crop(int(found[1]))
+        require_sound(cache)
+        held = cache.get_seq_length()
+        assert held in (0, 70, 70 + passes, 70 + passes - 1)
+        if held:  # `generate` wants at least one token that is not there yet
+            ids_now = wanted[:, : held + 1]
+            assert torch.equal(generate(model, ids_now, cache, new=wanted.shape[1] - held - 1), wanted)
+        else:
+            assert torch.equal(generate(model, ids, cache), wanted)
+
+
+class Streamer:
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def put(self, _: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Stop
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def stopping(tokens: int) -> Any:
+    streamer = Streamer(tokens)
+    return lambda ids, scores, **_: streamer.put(ids) or torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("options", [
+    lambda: {"streamer": Streamer(5)},
+    lambda: {"stopping_criteria": tf.StoppingCriteriaList([stopping(5)])},
+    lambda: {"logits_processor": tf.LogitsProcessorList([lambda ids, scores, s=Streamer(5): s.put(ids) or scores])},
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "gemma3_hybrid", "qwen3_next"])
+def test_a_generation_that_is_stopped_from_within(family: str, options: Callable[[], dict[str, Any]]) -> None:
+    """Between two forward passes: nothing has to be taken back."""
+    model, ids = tiny_model(family), prompt(1, 70)
+    wanted = generate(model, ids, TurboQuantCache(model.config, **SMALL))
+    cache = TurboQuantCache(model.config, **SMALL)
+    with pytest.raises(Stop):
+        generate(model, ids, cache, **options())
+    count("faults injected: in generate()")
+    held = cache.get_seq_length()
+    assert 70 < held < wanted.shape[1]
+    assert torch.equal(generate(model, wanted[:, : held + 1], cache, new=wanted.shape[1] - held - 1), wanted)
+
+
+def test_a_static_cache_says_that_a_pass_ended_early() -> None:
+    model, ids = tiny_model("llama"), prompt(1, 70)
+    cache = TurboQuantCache(model.config, max_cache_len=100, **SMALL)
+    wanted = generate(model, ids, cache)
+    for passes in (0, 3):
+        cache.reset()
+        left = [passes]
+
+        def fail(*_: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Stop
+
+        handle = model.model.layers[0].mlp.register_forward_hook(fail)
+        with pytest.raises(Stop):
+            generate(model, ids, cache)
+        handle.remove()
+        for use in (lambda: cache.crop(-1), lambda: cache.reorder_cache(torch.tensor([0]))):
+            with pytest.raises(RuntimeError, match=r"ended early.*cache\.reset\(\)"):
+                use()
+        if passes:
+            with pytest.raises(RuntimeError, match=r"ended early.*cache\.reset\(\)"), torch.no_grad():
+                model(ids[:, -1:], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(generate(model, ids, cache), wanted)
