@@ -1,8 +1,8 @@
 """Whether all layers of a cache hold the same tokens, and how they come to do so again.
 
-transformers' models update a cache layer by layer. Where a forward pass ends early (out of memory, an interrupt), some layers
-hold its tokens and others do not, and the next pass would go on from there without a sign. A cache is not told that a pass
-has ended. It sees the next one begin, when a layer gets tokens again that had some in this one; that is where it refuses.
+transformers' models update a cache layer by layer. Where a forward pass ends early (out of memory, an interrupt), some
+layers hold its tokens and others do not, and the next pass would go on from there without a sign. A cache is not told that a
+pass has ended. It sees the next one begin, when a layer gets tokens again that had some in this one: there it refuses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Change:
     has_begun = False
 
     def begin(self) -> None:
-        """All that can fail has been done: from here on packed layers change, and if this ends halfway, only `reset` helps."""
+        """All that can fail has been done. Packed layers change from here on: if that ends halfway, only `reset` helps."""
         self.has_begun = True
 
 
@@ -119,11 +119,11 @@ class ForwardPass:
                     table.drop_entries(packed_end)
             return
         self._require_mendable(cache)
-        ahead = self._ahead(cache)
+        ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
         raise RuntimeError(
-            f"the last forward pass ended early, by an error or an interrupt: only {_listed(ahead)} of {len(cache.layers)} hold"
-            f" its tokens. Call cache.crop({self.start - longest(cache)}) to take them back, which leaves {self.start} tokens"
-            " in all layers, or cache.reset()."
+            f"the last forward pass ended early, by an error or an interrupt: only {ahead} hold its tokens. Call"
+            f" cache.crop({self.start - longest(cache)}) to take them back, which leaves {self.start} tokens in all layers,"
+            " or cache.reset()."
         )
 
     def require_even(self, cache: TurboQuantCache) -> None:
@@ -187,6 +187,7 @@ class ForwardPass:
         """Take back the tokens of a forward pass that is not over.
 
         Args:
+            cache: whose forward pass this is; `is_over` says that it is not.
             tokens_to_remove: what `crop` is asked to remove from the layers that hold most.
 
         Returns:
@@ -200,8 +201,8 @@ class ForwardPass:
         extra = longest(cache) - self.start
         if tokens_to_remove < extra:
             raise ValueError(
-                f"crop({-tokens_to_remove}): the last forward pass ended early, and only some layers hold its {extra} tokens:"
-                f" remove at least these."
+                f"crop({-tokens_to_remove}): the last forward pass ended early, and only some layers hold its {extra}"
+                " tokens: remove at least these."
             )
         for i in self._ahead(cache):
             layer = cache.layers[i]

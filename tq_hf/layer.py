@@ -539,8 +539,8 @@ def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
 
 
 UNEVEN = (
-    "the last forward pass ended early, by an error or an interrupt, and not all layers hold its tokens. A static cache cannot"
-    " take them back: call cache.reset()."
+    "the last forward pass ended early, by an error or an interrupt, and not all layers hold its tokens. A static cache"
+    " cannot take them back: call cache.reset()."
 )
 
 

@@ -372,8 +372,8 @@ class SlidingLayer(TurboQuantLayer):
         """Counters and sinks for an origin `shift` positions further on, with so many entries less."""
         less = torch.tensor([shift, shift, dropped], dtype=torch.int32, device="cpu").to(self.device)
         batch, heads = self.sink_key.shape[:2]
-        sinks = (self.sink_key.new_empty(batch, heads, 0, dim) for dim in (self.key_dim, self.value_dim))
-        return (self.counters - less, *sinks)
+        sink_key = self.sink_key.new_empty(batch, heads, 0, self.key_dim)
+        return self.counters - less, sink_key, self.sink_value.new_empty(batch, heads, 0, self.value_dim)
 
     def move_origin(self, shift: int, counters: Tensor, sink_key: Tensor, sink_value: Tensor) -> None:
         """Count from `shift` positions further on, in the state of `at_origin`; the sinks have left the window."""

@@ -78,7 +78,7 @@ def test_decoding_takes_no_memory_but_the_pages(kind: str, soak: bool) -> None:
     pages = sum(layer.pool.nbytes for layer in cache.packed_layers) - pools
     larger = resident() - rss
     assert larger < 24 * 2**20 + 4 * pages
-    print(f"{kind}: {steps} steps, host +{grown} B in the last {watched}, objects +{more}, pages +{pages} B, RSS +{larger} B")
+    print(f"{kind}: {steps} steps: host +{grown} B (last {watched}), objects +{more}, pages +{pages} B, RSS +{larger} B")
     for layer in cache.packed_layers:
         assert layer.length - layer.packed_end < SMALL["recent_window"] + SMALL["page_size"]
     assert cache.get_seq_length() == 200 + steps
