@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .hybrid_layer import HybridLayer
-from .layer import UNEVEN, TurboQuantLayer
-from .pages import BlockTable
-from .stock_layers import all_or_nothing
+from .layers.full import UNEVEN, TurboQuantLayer
+from .layers.hybrid import HybridLayer
+from .layers.stock import all_or_nothing
+from .pages.table import BlockTable
 
 if TYPE_CHECKING:
     from .cache import TurboQuantCache

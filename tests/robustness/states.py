@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tq_hf import TurboQuantCache
-from tq_hf.layer import TurboQuantLayer
-from tq_hf.page_pool import NO_PAGE
-from tq_hf.sliding import SlidingLayer
-from tq_hf.stock_layers import contents
+from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.layers.sliding import SlidingLayer
+from tq_hf.layers.stock import contents
+from tq_hf.pages.pool import NO_PAGE
 
 
 def state_of(cache: TurboQuantCache) -> list[Any]:

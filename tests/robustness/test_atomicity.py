@@ -27,9 +27,10 @@ from tests.robustness.states import equal, require_sound, state_of
 from tests.test_cache import states
 from tests.test_cache_sliding import ALL_SLIDING, MIXED, SMALL
 from tests.tiny_models import prompt, tiny_model
-from tq_hf import TurboQuantCache, loading
+from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.files import loading
+from tq_hf.layers.full import TurboQuantLayer
 
 FULL = tf.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, head_dim=64)
 # The window is too short to be packed, so that its layers are transformers' own.

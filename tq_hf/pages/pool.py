@@ -16,10 +16,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from .errors import is_out_of_memory
+from ..errors import is_out_of_memory
 
 if TYPE_CHECKING:
-    from .pages import BlockTable
+    from .table import BlockTable
 
 NO_PAGE = -1
 # Fewer unused pages than this are not worth a copy of the others.
