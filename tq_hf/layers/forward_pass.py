@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .layers.full import UNEVEN, TurboQuantLayer
-from .layers.hybrid import HybridLayer
-from .layers.stock import all_or_nothing
-from .pages.table import BlockTable
+from ..pages.table import BlockTable
+from .full import UNEVEN, TurboQuantLayer
+from .hybrid import HybridLayer
+from .stock import all_or_nothing
 
 if TYPE_CHECKING:
-    from .cache import TurboQuantCache
+    from ..cache import TurboQuantCache
 
 ATTENTION = ("attention",)  # the state of a layer that keys and values are for; a linear one has several, by name and number
 RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state."
