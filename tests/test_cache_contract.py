@@ -32,8 +32,8 @@ def held(cache: Any) -> list[Any]:
 
 
 def updated(cache: Any) -> Any:
-    handles = cache.update(states(3, 2, dim=16), states(3, 2, dim=16, seed=1), 1)
-    return [handle + 0 for handle in handles]
+    new = states(3, 2, dim=16), states(3, 2, dim=16, seed=1)
+    return [handle + 0 for layer in range(2) for handle in cache.update(*new, layer)]
 
 
 def begun(cache: Any) -> Any:
@@ -346,9 +346,9 @@ def test_a_moved_cache_goes_on_as_before() -> None:
     """From a stand-in for another device and back: what is read from it stays the same."""
     cache = filled(150, **SMALL)
     twin = copy.deepcopy(cache)
-    cache.table.move(CPU)  # what `to` does where the device differs
+    cache.table.moved(CPU)()  # what `to` does where the device differs
     for layer in cache.packed_layers:
-        layer.move(CPU)
+        layer.move(CPU, layer.on(CPU))
     assert same(content(cache), content(twin))
     for c in (cache, twin):
         extend(c, 70, seed=4)

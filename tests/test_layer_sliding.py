@@ -316,9 +316,9 @@ def test_a_deep_copy_is_independent() -> None:
 def test_one_layer_ahead_of_the_others_forgets_nothing() -> None:
     cache = new_cache()
     for i in range(200):
-        cache.update(states(1, seed=i), states(1, seed=-i), 0)
+        cache.layers[0].update(states(1, seed=i), states(1, seed=-i))
     assert table_of(cache).origin == 0
-    shown = cache.update(states(1), states(1), 0)[0].dense()
+    shown = cache.layers[0].update(states(1), states(1))[0].dense()
     assert torch.equal(shown[:, :, :-1], torch.cat([states(1, seed=i) for i in range(105, 200)], 2))
 
 
@@ -349,7 +349,7 @@ def test_an_attention_window_must_be_the_tables() -> None:
     cache = new_cache()
     feed(cache, states(200), states(200))
     for window, message in ((WINDOW, None), (50, r"sliding_window=50.*sliding attention over 96 tokens")):
-        key, value = cache.update(states(1), states(1), 0)
+        key, value = cache.layers[0].update(states(1), states(1))
         if message is None:
             out, _ = turboquant_attention(torch.nn.Module(), states(1), key, value, None, sliding_window=window)
             assert isinstance(cache.layers[0], SlidingLayer)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import operator
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
 from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .files import loading, saving
 from .files.saving import model_facts
+from .layers.forward_pass import ATTENTION, ForwardPass
 from .layers.full import TurboQuantLayer
 from .layers.hybrid import HybridLayer
 from .layers.plan import decoder_config, plan
 from .layers.sliding import SlidingLayer, SlidingTable
-from .layers.stock import all_or_nothing, contents, forget_states, move_stock, require_window
+from .layers.stock import contents, forget_states, move_stock, require_window
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
 from .pages.table import BlockTable
 from .quantizer.rotary import rotary_of
@@ -119,6 +120,7 @@ class TurboQuantCache(DynamicCache):
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
         self.model_facts = model_facts(text)
+        self._begin()
 
     @classmethod
     def from_parts(cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any) -> TurboQuantCache:
@@ -130,7 +132,15 @@ class TurboQuantCache(DynamicCache):
         cache.offloading, cache.only_non_sliding = offloading
         for name, value in attributes.items():
             setattr(cache, name, value)
+        cache._begin()
         return cache
+
+    def _begin(self) -> None:
+        self.forward_pass = ForwardPass()
+        packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
+        self.last_packed = max(packed, default=-1)
+        if self.table.is_static and len(packed) > 1:
+            self.layers[packed[0]].last_layer = self.layers[packed[-1]]
 
     @property
     def packed_layers(self) -> list[TurboQuantLayer]:
@@ -149,7 +159,13 @@ class TurboQuantCache(DynamicCache):
         return [self.table, *self.sliding_tables.values()]
 
     def _settled_layers(self, table: BlockTable | None = None) -> list[TurboQuantLayer]:
-        """The packed layers (of this table) that hold something, with nothing left to commit."""
+        """The packed layers (of this table) that hold something, with nothing left to commit.
+
+        Raises:
+            RuntimeError: layers hold different tokens (`forward_pass.py`).
+        """
+        self.forward_pass.require_over(self)
+        self.forward_pass.require_even(self)
         layers = [layer for layer in self.packed_layers if layer.is_initialized and table in (None, layer.table)]
         for layer in layers:
             layer.flush()
@@ -163,6 +179,7 @@ class TurboQuantCache(DynamicCache):
         Raises:
             ValueError: states that do not fit (`TurboQuantLayer.update`), a cross-attention's, or a layer that the cache
                 does not have.
+            RuntimeError: the forward pass before has not reached all layers. `crop` takes its tokens back.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -171,12 +188,52 @@ class TurboQuantCache(DynamicCache):
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
+        if torch.compiler.is_compiling():
+            return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.forward_pass.enter(self, layer_idx, ATTENTION)
+        states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self.last_packed:
+            states[0].step.ends = self.layers
+        return states
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         if not self.offloading or key_states.is_cuda:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.prefetch(layer_idx + 1, self.only_non_sliding)  # transformers' own code needs CUDA streams
         states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         self.offload(layer_idx, self.only_non_sliding)
         return states
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._note_linear(layer_idx, "convolution", state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self._note_linear(layer_idx, "recurrence", state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._note_linear(layer_idx, "convolution, in place", state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._note_linear(layer_idx, "recurrence, in place", state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        if hasattr(self.layers[layer_idx], "update_indexer") and not torch.compiler.is_compiling():
+            self.forward_pass.enter(self, layer_idx, ("indexer",))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _note_linear(self, layer_idx: int, *state: object) -> None:
+        """A layer gets a new state of linear attention, or lets the model have one, which it may write in place."""
+        is_linear = isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin)
+        if is_linear and not torch.compiler.is_compiling():
+            self.forward_pass.enter(self, layer_idx, state)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
@@ -209,17 +266,19 @@ class TurboQuantCache(DynamicCache):
             reset_layer(layer)
             if self.packed_layers and not self.table.is_static:
                 forget_states(layer)
+        self.forward_pass = ForwardPass()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
-                `activate_past_recording` began: sliding layers forget what is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove, from the layers that hold most where a forward pass has
+                ended early. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
+                is no more in their window.
 
         Raises:
-            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty. Nothing is
-                changed then.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or fewer
+                than only some of the layers hold. Nothing is changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -229,6 +288,10 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
+        if not self.forward_pass.is_over(self):
+            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
+            if not tokens_to_remove:
+                return
         settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())
@@ -238,46 +301,86 @@ class TurboQuantCache(DynamicCache):
                 )
         for sliding in self.sliding_tables.values():
             sliding.require_croppable(-tokens_to_remove)
-        with all_or_nothing(self._stock_layers):
-            for layer in self._stock_layers:
-                layer.crop(tokens_to_remove)
-                require_window(layer)
-            for table, layers in settled.items() if tokens_to_remove < 0 else ():
-                _crop_packed(table, layers, -tokens_to_remove)
+        tables = settled.items() if tokens_to_remove < 0 else ()
+        with self._alone():
+            crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
+            with self.forward_pass.edit("crop()", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    layer.crop(tokens_to_remove)
+                    require_window(layer)
+                change.begin()
+                for crop in crops:
+                    crop()
+            for table in settled:
+                table.pages.compact()
         for sliding in self.sliding_tables.values():
             sliding.finish_crop()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
-        self._select_rows(beam_idx)
-        for layer in self._stock_layers:
-            layer.reorder_cache(beam_idx)
+        self._select_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times; the copies share the packed pages."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
         rows = torch.arange(self._rows or 0).repeat_interleave(repeats)
-        if len(rows):
-            self._select_rows(rows)
-        for layer in self._stock_layers:
-            _edit_rows(layer, "batch_repeat_interleave", repeats, rows)
+        self._select_rows(rows, lambda layer: _edit_rows(layer, "batch_repeat_interleave", repeats, rows))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` (int64 indices or a bool mask)."""
-        self._select_rows(indices)
-        for layer in self._stock_layers:
-            _edit_rows(layer, "batch_select_indices", indices, indices)
+        self._select_rows(indices, lambda layer: _edit_rows(layer, "batch_select_indices", indices, indices))
 
     @property
     def _rows(self) -> int | None:
         """Rows of the batch; None before the first token."""
         return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
 
-    def _select_rows(self, indices: Tensor) -> None:
+    def _select_rows(self, indices: Tensor, edit_stock: Callable[[Any], None]) -> None:
+        """Make row i a copy of row `indices[i]`; `edit_stock` does so for one of transformers' layers."""
         rows = self._rows
         if rows is None:
+            self.forward_pass.require_over(self)
+            with self.forward_pass.edit("an edit of rows", ()) as change:  # copies of all layers would take as much again
+                change.begin()
+                for layer in self._stock_layers:
+                    edit_stock(layer)
             return
+        chosen = self._chosen(indices, rows)
+        layers = {table: settled for table in self.tables if (settled := self._settled_layers(table))}
+        index = torch.tensor(chosen, device="cpu")
+        states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
+        with self._alone():
+            edits = {table: table.selected(chosen) for table in layers if not table.is_static}
+            with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    edit_stock(layer)
+                change.begin()
+                for table, settled in layers.items():
+                    if table.is_static:
+                        table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
+                    else:
+                        table.take(edits[table])
+                for layer, state in states:
+                    layer.take(state)
+            for table in edits:
+                table.pages.compact()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep forks in other threads from all pages: one that renumbers them would make a prepared edit wrong."""
+        with ExitStack() as locks:
+            for table in self.tables:
+                locks.enter_context(table.alone())
+            yield
+
+    def _chosen(self, indices: Tensor, rows: int) -> list[int]:
+        """The rows that `indices` name of so many.
+
+        Raises:
+            ValueError: none, or one that there is not.
+            NotImplementedError: another number of rows, of a static cache.
+        """
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool and len(indices) == rows:
             indices = indices.nonzero().flatten()
@@ -289,15 +392,7 @@ class TurboQuantCache(DynamicCache):
                 f"a static TurboQuantCache of {rows} rows cannot become one of {len(chosen)}: use a cache without"
                 " max_cache_len to repeat or select rows."
             )
-        for table in self.tables:
-            if not (layers := self._settled_layers(table)):
-                continue
-            if table.is_static:
-                table.permute_rows(chosen, used=layers[0].counters.tolist()[2])
-            else:
-                table.select_rows(chosen)
-            for layer in layers:
-                layer.select_rows(torch.tensor(chosen, device="cpu"))
+        return chosen
 
     # -- copies --------------------------------------------------------------------------------------------------------
     def fork(self, n: int) -> list[TurboQuantCache]:
@@ -327,6 +422,7 @@ class TurboQuantCache(DynamicCache):
 
     def _fork(self) -> TurboQuantCache:
         twin = copy.copy(self)
+        twin.forward_pass = copy.deepcopy(self.forward_pass)
         twin.table = self.table.fork()
         twin.sliding_tables = {w: table.fork_beside(twin.table) for w, table in self.sliding_tables.items()}
         tables = dict(zip(self.tables, twin.tables, strict=True))
@@ -357,13 +453,17 @@ class TurboQuantCache(DynamicCache):
         layers = self._settled_layers()
         for layer in layers:
             layer.require_kernels(PageLayout.from_name(layer.layout_name), target)
-        if any(layer.device != target for layer in layers):
-            for table in self.tables:
-                table.move(target)
-            for layer in layers:
-                layer.move(target)
-        for layer in self._stock_layers:
-            move_stock(layer, target)
+        moves = layers if any(layer.device != target for layer in layers) else []
+        states = [layer.on(target) for layer in moves]
+        with self._alone(), self.forward_pass.edit("to()", self._stock_layers) as change:
+            tables = [table.moved(target) for table in self.tables] if moves else []
+            for layer in self._stock_layers:
+                move_stock(layer, target)
+            change.begin()
+            for use in tables:
+                use()
+            for layer, state in zip(moves, states, strict=True):
+                layer.move(target, state)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -404,6 +504,7 @@ class TurboQuantCache(DynamicCache):
 
         Packed layers are dequantized one by one: `DynamicCache(cache)` is an unpacked copy.
         """
+        self.forward_pass.require_over(self)
         for layer in self.layers:
             if isinstance(layer, TurboQuantLayer):
                 window = layer.sliding_window
@@ -474,16 +575,25 @@ def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:
         layer.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
 
 
-def _crop_packed(table: BlockTable, layers: list[TurboQuantLayer], tokens: int) -> None:
-    """Remove the newest tokens of the layers of one table."""
+def _prepare_crop(table: BlockTable, layers: list[TurboQuantLayer], tokens: int) -> Callable[[], None]:
+    """What removes the newest tokens of the layers of one table, without a tensor of its own."""
     before, packed_end, had_used = layers[0].counters.tolist()
     used, length = had_used, before - tokens
+    cut = None
     if length < packed_end:
-        packed_end, used = table.crop(length, used)
-    table.trim(length)
+        cut = table.prepare_crop(length, used)
+        packed_end, used = cut.end, len(cut.kept)
     no_page_left = used == 0 and (had_used > 0 or length == 0)
-    for layer in layers:
-        layer.cut(length, packed_end, used, no_page_left)
+    counters = torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu")
+
+    def crop() -> None:
+        if cut is not None:
+            table.make_crop(cut)
+        table.trim(length)
+        for layer in layers:
+            layer.cut(counters, no_page_left)
+
+    return crop
 
 
 @lru_cache(maxsize=1)

@@ -436,8 +436,7 @@ def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) ->
     layer.lazy_initialization(key, value)
     for name in (*layer.row_state_names(), "flags"):
         getattr(layer, name).copy_(file.tensor(prefix + name))
-    length, packed_end, used = state.counters
-    layer.cut(length, packed_end, used, no_page_left=False)
+    layer.cut(torch.tensor(state.counters, dtype=torch.int32, device="cpu"), no_page_left=False)
 
 
 def _fill_stock(file: _File, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:

@@ -56,6 +56,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         super().__init__()
         self.rotary = rotary
         self.guards_capacity = guards_capacity
+        self.last_layer: TurboQuantLayer | None = None  # static mode: the last one of the cache, where this is the first
         self.config = config
         self.table = table
         self.preset = preset
@@ -67,9 +68,21 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         return self.table.is_static
 
     # -- storage -----------------------------------------------------------------------------------------------------
-    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
+        is_first, has_pages = self.table.batch_size is None, self.table.pages.holds(self.slot)
+        try:
+            self._allocate(key_states, value_states)
+        except BaseException:
+            self.forget()
+            if is_first:
+                self.table.clear()
+            elif not has_pages:
+                self.table.pages.discard(self.slot)
+            raise
+
+    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         layout = self._layout(key_states, value_states)
         batch, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -116,6 +129,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         state = self.table.pages.tensors(self.slot) + [getattr(self, name) for name in self.state_names()]
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
+        if self.before is not None:
+            state += self.before.copies.values()
         return state
 
     @property
@@ -216,6 +231,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         if limit is not None:
             # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
             torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
+            last = self.last_layer
+            if last is not None and last.is_initialized:
+                pending = 0 if last.pending is None else last.pending.new
+                torch._assert_async(last.counters[0] + pending == self.counters[0], UNEVEN)
 
     def _known_length(self, step: Step) -> int:
         """Key positions up to the step's last one, from the table's origin on."""
@@ -311,17 +330,39 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             mask: bool or uint8 [B or 1, 1, q or 1, >= length + n]: positions that it hides from every query are padding;
                 None: no padding.
             query: [B, Hq, n, D], the queries of these tokens, where an attention function has seen them.
+
+        An exception in here leaves the layer as it was before these tokens; in the static mode, which keeps no copies,
+        it leaves `is_torn`.
         """
         if step.committed:
             return
+        if self.table.is_static:
+            due = (step.new + self.config.page_size - 1) // self.config.page_size  # at most
+        else:
+            due = self.table.due(self.length + step.new, self.packed_end)
+        if torch.compiler.is_compiling():
+            self._take_in(step, mask, query, due)
+            return
+        if not self.table.is_static:
+            self.before = self._as_it_is(step, due, self._learns_balance())
+        self.is_torn = True
+        try:
+            self._take_in(step, mask, query, due)
+        except BaseException:
+            step.committed = False
+            if not self.table.is_static:
+                self.take_back()
+            raise
+        self.is_torn = False
+        for layer in step.ends:
+            if isinstance(layer, TurboQuantLayer):
+                layer.before = None
+
+    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int) -> None:
+        """`commit`, with `due` pages to pack."""
         table, new = self.table, step.new
         key, value = step.rows
-        if table.is_static:
-            due = (new + self.config.page_size - 1) // self.config.page_size  # at most
-            starts = new > 1 or step.is_first
-        else:
-            due = table.due(self.length + new, self.packed_end)
-            starts = new > 1 or step.is_first or table.is_padding_only(step.start)
+        starts = new > 1 or step.is_first or (not table.is_static and table.is_padding_only(step.start))
         learns = self._learns_balance()
         keep = None
         if mask is not None and (due or starts or learns):
@@ -393,17 +434,16 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         )
 
     def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
-        """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length], and forget the step.
+        """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length].
 
         Raises:
             ValueError: naming both shapes.
         """
         if error := ops.mask_error(mask, query, key.shape[2]):
-            self.drop(key.step)
             raise ValueError(error)
 
     def drop(self, step: Step) -> None:
-        """Forget tokens that attention refused, as if `update` had not been called."""
+        """Forget tokens that attention refused or failed on, as if `update` had not been called."""
         if self.pending is step:
             self.pending = None
 
@@ -498,6 +538,12 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
     """All that `_validate` looks at."""
     return key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
+
+
+UNEVEN = (
+    "the last forward pass ended early, by an error or an interrupt, and not all layers hold its tokens. A static cache"
+    " cannot take them back: call cache.reset()."
+)
 
 
 def _over_capacity(limit: int) -> str:

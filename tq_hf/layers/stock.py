@@ -34,7 +34,7 @@ def all_or_nothing(layers: Sequence[Any]) -> Iterator[None]:
     saved = [{name: _copied(value) for name, value in vars(layer).items()} for layer in layers]
     try:
         yield
-    except Exception:
+    except BaseException:
         for layer, attributes in zip(layers, saved, strict=True):
             for name, value in attributes.items():
                 if isinstance(value, Tensor) and value.ndim == 0:

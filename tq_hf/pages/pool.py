@@ -8,12 +8,15 @@ they are shared by reference and freed when no row of any table uses them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from ..errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from .table import BlockTable
@@ -56,7 +59,7 @@ class PagePool:
         self.references: list[int] = []
         self.free: list[int] = []
         self.users: WeakSet[BlockTable] = WeakSet()
-        self._returned: list[list[list[int]]] = []
+        self._returned: list[list[list[int]] | None] = []
         self._pages: dict[int, Tensor] = {}  # by slot: int32 [pages, H, page_words], where the layer computes
         self._host: dict[int, Tensor] = {}  # by slot: the same in host memory, once offloaded
         self._devices: dict[int, torch.device] = {}
@@ -104,16 +107,28 @@ class PagePool:
             if self.references[page] == 0:
                 self.free.append(page)
 
-    def release_later(self, rows: list[list[int]]) -> None:
-        """Release all pages of these rows before ids are next handed out or counted.
+    def release_later(self, rows: list[list[int]] | None) -> None:
+        """Release all pages of these rows before ids are next handed out or counted; None: of a table that is torn.
 
         For finalizers, which the garbage collector may run in the middle of anything.
         """
         self._returned.append(rows)
 
+    def recount(self) -> None:
+        """Count again who uses which page: an edit of a table that is no user any more was interrupted."""
+        self._returned.clear()  # these are no users either
+        self.references = [0] * self.capacity
+        for table in list(self.users):
+            for row in table.rows or []:
+                self.share(row)
+        self.free = [page for page, references in enumerate(self.references) if not references]
+
     def _take_back(self) -> None:
         while self._returned:
-            for row in self._returned.pop():
+            if (rows := self._returned.pop()) is None:
+                self.recount()
+                return
+            for row in rows:
                 self.release(row)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
@@ -134,6 +149,12 @@ class PagePool:
         self._pages[slot] = pages
         self._devices[slot] = pages.device
         self.note_written(slot)
+
+    def discard(self, slot: int) -> None:
+        """As before `put`."""
+        self._pages.pop(slot, None)
+        self._devices.pop(slot, None)
+        self._unsaved.discard(slot)
 
     def holds(self, slot: int) -> bool:
         """Whether a layer has its pages here already, those of a fork perhaps."""
@@ -160,6 +181,8 @@ class PagePool:
 
         The first reordering of beams leaves one row's pages of many, and so does a fork that outlives the others.
 
+        Without memory for the copies, everything stays as it is: a large pool is no error.
+
         Args:
             to_come: pages that are going to be needed besides those in use, if that is known (sliding windows). Then fewer
                 unused ones are worth it, a quarter of the pool, and the pool keeps room for these.
@@ -170,16 +193,34 @@ class PagePool:
         if not is_wasteful(used, self.capacity, to_come):
             return
         kept = [page for page, references in enumerate(self.references) if references]
-        for slot in self._devices:
-            was_offloaded = self.is_offloaded(slot)
-            self.put(slot, _select(self.of(slot), kept, room))
-            if was_offloaded:
-                self.offload(slot)
-        self.references = [self.references[page] for page in kept]
-        self.free = []
         number = dict(zip(kept, range(len(kept)), strict=True))
-        for table in tables:
-            table.renumber(number)
+        try:
+            copies = {slot: self._copied(slot, kept, room) for slot in self._devices}
+            edits = [(table, table.renumbered(number)) for table in tables if table.rows is not None]
+        except Exception as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        with ExitStack() as all_tables:
+            for table, _ in edits:
+                all_tables.enter_context(table.tearing())
+            for slot, pages in copies.items():
+                if self.is_offloaded(slot):
+                    self._host[slot] = pages
+                else:
+                    self.put(slot, pages)
+            self.references, self.free = [self.references[page] for page in kept], []
+            for table, edit in edits:
+                table.put(edit)
+
+    def _copied(self, slot: int, kept: Sequence[int], room: int) -> Tensor:
+        """A layer's pages `kept`, where they are: on its device, or in host memory."""
+        if not self.is_offloaded(slot):
+            return _select(self.of(slot), kept, room)
+        pages = _select(self.of(slot), kept, room)
+        self.offload(slot)
+        host = torch.empty(pages.shape, dtype=pages.dtype, device="cpu", pin_memory=pages.is_cuda)
+        return host.copy_(pages)
 
     @torch.inference_mode(False)
     def copy(self, kept: Sequence[int], device: torch.device | None = None) -> PagePool:

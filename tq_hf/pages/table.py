@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,31 @@ def while_alone(method: Method) -> Method:
     return cast(Method, locked)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """What a dynamic block table is going to be, made with all the memory that it takes: `BlockTable.take` needs none."""
+
+    rows: list[list[int]]
+    spans: list[tuple[int, int]]
+    row_starts: list[int]
+    packed_end: int
+    tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]]  # of each `DeviceTable`
+
+
+class Crop(NamedTuple):
+    """What a crop leaves of a block table.
+
+    Attributes:
+        kept: start and count of each entry in use.
+        end: the first position that is in no page any more.
+        edit: the table then, in the dynamic mode.
+    """
+
+    kept: list[tuple[int, int]]
+    end: int
+    edit: Edit | None
+
+
 class BlockTable:
     """Which page each entry of each row uses, and which positions an entry covers.
 
@@ -51,9 +77,13 @@ class BlockTable:
         sink_tokens: exact first tokens of a row; pages start at this position.
         recent_window: newest tokens that are never packed.
         max_cache_len: capacity in tokens, for the static mode.
+
+    Attributes:
+        is_torn: whether an edit was interrupted while it was put into effect: then only `clear` and `restart` help.
     """
 
     origin = 0  # the position that all others count from; a table for sliding layers moves it
+    is_torn = False
 
     def __init__(self, page_size: int, sink_tokens: int, recent_window: int, max_cache_len: int | None = None) -> None:
         self.page_size = page_size
@@ -100,6 +130,7 @@ class BlockTable:
         self.packed_end = self.sink_tokens
         self._padding_noted = -1
         self._devices: dict[torch.device, DeviceTable] = {}
+        self.is_torn = False
 
     def _start_rows_at(self, positions: list[int]) -> None:
         """Note where rows start, and the latest of these positions: layers ask for it at every step."""
@@ -114,14 +145,14 @@ class BlockTable:
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None:
             with pages.lock:
-                self.__del__()
                 pages.users.discard(self)
+                self.__del__()
 
     def __del__(self) -> None:
         """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None and self.rows:
-            pages.release_later(self.rows)
+            pages.release_later(None if self.is_torn else self.rows)
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
@@ -175,18 +206,26 @@ class BlockTable:
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
         assert self.rows is not None
-        if self.packed_end < packed_end:
-            self.pages.compact()
-        first_new = len(self.spans)
-        while self.packed_end < packed_end:
-            start, end = self.packed_end, self.packed_end + self.page_size
-            self.spans.append((start, self.page_size))
-            for row, row_start in zip(self.rows, self.row_starts, strict=True):
-                row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
-            self.packed_end = end
-        if len(self.spans) > first_new:
+        if self.packed_end >= packed_end:
+            return
+        self.pages.compact()
+        first_new, had_end = len(self.spans), self.packed_end
+        try:
+            while self.packed_end < packed_end:
+                start, end = self.packed_end, self.packed_end + self.page_size
+                self.spans.append((start, self.page_size))
+                for row, row_start in zip(self.rows, self.row_starts, strict=True):
+                    row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
+                self.packed_end = end
             for device_table in self._devices.values():
                 device_table.write(self, first_new)
+        except BaseException:  # the next layer would take them for written
+            self.packed_end = had_end
+            del self.spans[first_new:]
+            for row in self.rows:
+                del row[first_new:]
+            self.pages.recount()
+            raise
 
     def _needs_page(self, end: int, row_start: int) -> bool:
         """Whether a page that ends there has anything to hold but padding and sinks."""
@@ -199,12 +238,35 @@ class BlockTable:
         for device_table in self._devices.values():
             device_table.row_start.clamp_(max=length)
 
+    def take_back(self, length: int) -> None:
+        """Forget what a forward pass that ended early has announced of the tokens from `length` on."""
+        self.trim(length)
+
+    def entries_to(self, packed_end: int) -> int:
+        """Entries of what is packed before that position."""
+        return sum(start < packed_end for start, _ in self.spans)
+
+    @while_alone
+    def drop_entries(self, packed_end: int) -> None:
+        """Dynamic mode: give back the entries from `packed_end` on, which a forward pass that ended early had reserved."""
+        self.take(self.edit(spans=self.spans[: self.entries_to(packed_end)], packed_end=packed_end))
+
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
         return self.latest_start >= length
 
-    @while_alone
     def crop(self, length: int, used: int) -> tuple[int, int]:
+        """`make_crop` of `prepare_crop`, whose arguments these are.
+
+        Returns:
+            `Crop.end`, and the entries in use.
+        """
+        crop = self.prepare_crop(length, used)
+        self.make_crop(crop)
+        self.pages.compact()
+        return crop.end, len(crop.kept)
+
+    def prepare_crop(self, length: int, used: int) -> Crop:
         """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
 
         Args:
@@ -212,7 +274,7 @@ class BlockTable:
             used: entries in use.
 
         Returns:
-            The first position that is in no page any more, and the entries in use.
+            What `make_crop` puts into effect; nothing is changed before.
 
         Raises:
             RuntimeError: a static table has been cropped into its pages more often than it has spare entries.
@@ -227,26 +289,76 @@ class BlockTable:
                     f"a static cache can be cropped into packed pages {SPARE_ENTRIES} times, no more: call cache.reset(),"
                     " or use a cache without max_cache_len."
                 )
-            self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
-            self._own_entries(len(kept))
+            return Crop(kept, end, None)
+        return Crop(kept, end, self.edit(spans=kept, packed_end=end))
+
+    @while_alone
+    def make_crop(self, crop: Crop) -> None:
+        if crop.edit is not None:
+            self.take(crop.edit)
+            return
+        with self.tearing():
+            room = len(self.spans) - len(crop.kept)
+            self.spans = crop.kept + [(crop.end + e * self.page_size, self.page_size) for e in range(room)]
+            self._own_entries(len(crop.kept))
             self._rewrite()
-            return end, len(kept)
-        for row in self.rows or []:
-            self.pages.release(row[len(kept) :])
-            del row[len(kept) :]
-        self.spans, self.packed_end = kept, end
-        self.pages.compact()
-        self._refresh()
-        return end, len(kept)
+
+    @torch.inference_mode(False)
+    def edit(
+        self,
+        rows: list[list[int]] | None = None,
+        spans: list[tuple[int, int]] | None = None,
+        row_starts: list[int] | None = None,
+        packed_end: int | None = None,
+    ) -> Edit:
+        """Dynamic mode: prepare other rows, spans, ...; None keeps what is. Nothing changes until `take`.
+
+        Rows lose the entries that have no span.
+        """
+        spans = self.spans if spans is None else spans
+        rows = [row[: len(spans)] for row in rows or self.rows or []]
+        row_starts = self.row_starts if row_starts is None else row_starts
+        end = self.packed_end if packed_end is None else packed_end
+        tensors = {device: _tensors(device, rows, spans, row_starts) for device in self._devices}
+        return Edit(rows, list(spans), list(row_starts), end, tensors)
+
+    @while_alone
+    def take(self, edit: Edit) -> None:
+        """Put what `edit` has prepared into effect; it allocates no tensor."""
+        with self.tearing():
+            for row in edit.rows:
+                self.pages.share(row)
+            for row in self.rows or []:
+                self.pages.release(row)
+            self.put(edit)
+
+    def put(self, edit: Edit) -> None:
+        """As `take`, with the pages counted already."""
+        if self.rows is not None:
+            self.rows = edit.rows
+        self.spans, self.packed_end = edit.spans, edit.packed_end
+        self._start_rows_at(edit.row_starts)
+        for device, tensors in edit.tensors.items():
+            self._devices[device].hold(*tensors)
+
+    @contextmanager
+    def tearing(self) -> Iterator[None]:
+        """Around what must not end halfway: an interrupt in there leaves `is_torn`."""
+        before, self.is_torn = self.is_torn, True
+        yield
+        self.is_torn = before
 
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
+        if self.is_torn:
+            self.pages.recount()
         self._start_rows_at([0] * len(self.row_starts))
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
         self._own_entries(0)
         self._rewrite()
         for device_table in self._devices.values():
             device_table.row_start.zero_()
+        self.is_torn = False
 
     def note_dense_read(self) -> None:
         """Say once a cache that some attention function reads dequantized copies, and how to avoid it."""
@@ -264,25 +376,14 @@ class BlockTable:
         counts = [count for _, count in self.spans[:used]]
         return sum(n for row in self.rows or [] for page, n in zip(row, counts, strict=False) if page != NO_PAGE)
 
-    @while_alone
-    def select_rows(self, indices: Sequence[int]) -> None:
-        """Make row i a copy of row `indices[i]`: pages are shared, not copied."""
+    def selected(self, indices: Sequence[int]) -> Edit:
+        """The edit that makes row i a copy of row `indices[i]`: pages are shared, not copied."""
         assert self.rows is not None
-        chosen = [list(self.rows[i]) for i in indices]
-        for row in chosen:
-            self.pages.share(row)
-        for row in self.rows:
-            self.pages.release(row)
-        self.rows = chosen
-        self._start_rows_at([self.row_starts[i] for i in indices])
-        self.pages.compact()
-        self._refresh()
+        return self.edit([list(self.rows[i]) for i in indices], row_starts=[self.row_starts[i] for i in indices])
 
-    def renumber(self, number: Mapping[int, int]) -> None:
-        """Use `number[page]` for every page: the pool has moved them."""
-        for row in self.rows or []:
-            row[:] = [number.get(page, NO_PAGE) for page in row]
-        self._refresh()
+    def renumbered(self, number: Mapping[int, int]) -> Edit:
+        """The edit that uses `number[page]` for every page, for a pool that is going to move them."""
+        return self.edit([[number.get(page, NO_PAGE) for page in row] for row in self.rows or []])
 
     # -- static mode -------------------------------------------------------------------------------------------------
     def permute_rows(self, indices: Sequence[int], used: int) -> None:
@@ -292,15 +393,16 @@ class BlockTable:
         """
         assert self.rows is not None
         past = [self.rows[i][:used] for i in indices]
-        for row in past:
-            self.pages.share(row)
-        for row, pages in zip(self.rows, past, strict=True):
-            self.pages.release(row[:used])
-            row[:used] = pages
-        self._rewrite()
-        for device_table in self._devices.values():
-            starts = device_table.row_start
-            starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
+        with self.tearing():
+            for row in past:
+                self.pages.share(row)
+            for row, pages in zip(self.rows, past, strict=True):
+                self.pages.release(row[:used])
+                row[:used] = pages
+            self._rewrite()
+            for device_table in self._devices.values():
+                starts = device_table.row_start
+                starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
 
     def restore(
         self, page_ids: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], row_starts: Sequence[int], pages: int
@@ -359,22 +461,31 @@ class BlockTable:
     def fork(self) -> Self:
         """A table of the same pages (dynamic mode)."""
         twin = self._twin()
-        for row in twin.rows or []:
-            self.pages.share(row)
-        twin._use(PagePool() if self.rows is None else self.pages)
+        with twin.tearing():
+            twin._use(PagePool() if self.rows is None else self.pages)
+            for row in twin.rows or []:
+                self.pages.share(row)
         return twin
 
     @while_alone
-    def move(self, device: torch.device) -> None:
-        """Put the pages and this table's tensors on `device`. Other tables of the pool keep theirs."""
-        starts = [device_table.row_start for device_table in self._devices.values()]
+    @torch.inference_mode(False)
+    def moved(self, device: torch.device) -> Callable[[], None]:
+        """Copy the pages and this table's tensors to `device`; what is returned makes the table use the copies.
+
+        Other tables of the pool keep theirs.
+        """
         pages, rows = self._copied_pages(device)
-        self._leave()
-        self.rows = rows
-        self._use(pages)
-        self._devices = {}
-        if starts:
-            self.on(device).row_start.copy_(starts[0])
+        devices: dict[torch.device, DeviceTable] = {}
+        for held in list(self._devices.values())[:1]:  # a static table's starts are on the device only
+            page_ids, entries, _ = _tensors(device, rows or [], self.spans, self.row_starts, spare=not self.is_static)
+            devices[device] = DeviceTable(device, page_ids, entries, held.row_start.to(device, copy=True))
+
+        def use() -> None:
+            self._leave()
+            self.rows, self._devices = rows, devices
+            self._use(pages)
+
+        return use
 
     def _twin(self) -> Self:
         """The same rows and spans, without a pool and without tensors."""
@@ -425,15 +536,18 @@ class BlockTable:
         return twin
 
     # -- device side -------------------------------------------------------------------------------------------------
+    @while_alone
     def on(self, device: torch.device) -> DeviceTable:
         """The table as tensors on `device`."""
         if device not in self._devices:
-            self._devices[device] = DeviceTable(self, device)
+            assert self.rows is not None
+            tensors = _tensors(device, self.rows, self.spans, self.row_starts, spare=not self.is_static)
+            self._devices[device] = DeviceTable(device, *tensors)
         return self._devices[device]
 
     def _refresh(self) -> None:
         for device_table in self._devices.values():
-            device_table.rebuild(self)
+            device_table.hold(*_tensors(device_table.device, self.rows or [], self.spans, self.row_starts))
 
     def tensors(self) -> list[Tensor]:
         return [t for d in self._devices.values() for t in (d.page_ids, d.entries, d.row_start)]
@@ -453,30 +567,42 @@ class DeviceTable:
         row_start: int32 [B].
     """
 
-    def __init__(self, table: BlockTable, device: torch.device) -> None:
+    def __init__(self, device: torch.device, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
         self.device = device
-        self.rebuild(table)
+        self.hold(page_ids, entries, row_start)
 
-    @torch.inference_mode(False)
-    def rebuild(self, table: BlockTable) -> None:
-        assert table.rows is not None
-        entries = len(table.spans)
-        room = entries if table.is_static else entry_room(entries)
-        self.page_ids = torch.full((len(table.rows), room), NO_PAGE, dtype=torch.int32, device=self.device)
-        self.entries = torch.zeros((room, 2), dtype=torch.int32, device=self.device)
-        self.row_start = _int32(table.row_starts).to(self.device)
-        self.write(table, 0)
+    def hold(self, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
+        self.page_ids, self.entries, self.row_start = page_ids, entries, row_start
 
     def write(self, table: BlockTable, first: int) -> None:
         """Copy entries from `first` on to the device."""
         assert table.rows is not None
         last = len(table.spans)
         if last > self.entries.shape[0]:
-            self.rebuild(table)
+            self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts))
             return
         if last > first:
             self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
             self.entries[first:last].copy_(_int32(table.spans[first:]))
+
+
+@torch.inference_mode(False)
+def _tensors(
+    device: torch.device,
+    rows: Sequence[Sequence[int]],
+    spans: Sequence[tuple[int, int]],
+    row_starts: Sequence[int],
+    spare: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`DeviceTable.page_ids`, `entries` and `row_start` of these, with room for more entries if `spare`."""
+    used = len(spans)
+    room = entry_room(used) if spare else used
+    page_ids = torch.full((len(rows), room), NO_PAGE, dtype=torch.int32, device=device)
+    entries = torch.zeros((room, 2), dtype=torch.int32, device=device)
+    if used:
+        page_ids[:, :used].copy_(_int32(rows))
+        entries[:used].copy_(_int32(spans))
+    return page_ids, entries, _int32(row_starts).to(device)
 
 
 def _int32(values: Sequence[object]) -> Tensor:

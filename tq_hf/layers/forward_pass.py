@@ -1,0 +1,231 @@
+"""Whether all layers of a cache hold the same tokens, and how they come to do so again.
+
+transformers' models update a cache layer by layer. Where a forward pass ends early (out of memory, an interrupt), some
+layers hold its tokens and others do not, and the next pass would go on from there without a sign. A cache is not told that a
+pass has ended. It sees the next one begin, when a layer gets tokens again that had some in this one: there it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ..pages.table import BlockTable
+from .full import UNEVEN, TurboQuantLayer
+from .hybrid import HybridLayer
+from .stock import all_or_nothing
+
+if TYPE_CHECKING:
+    from ..cache import TurboQuantCache
+
+ATTENTION = ("attention",)  # the state of a layer that keys and values are for; a linear one has several, by name and number
+RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state."
+
+
+class Change:
+    """How far an edit of a cache is."""
+
+    has_begun = False
+
+    def begin(self) -> None:
+        """All that can fail has been done. Packed layers change from here on: if that ends halfway, only `reset` helps."""
+        self.has_begun = True
+
+
+class ForwardPass:
+    """The updates that a cache has got in the newest forward pass, and edits that were interrupted.
+
+    Packed layers say themselves how many tokens they hold, and give back those of an update that fails. Of transformers' own
+    layers, whose states may tell nothing, a state counts as updated when a model has asked for the update, or for the state,
+    which some models write in place.
+
+    Attributes:
+        seen: the updates, each a layer and which of its states.
+        start: tokens that the cache held before.
+        stock: the layers of transformers' own (or such parts of hybrid ones) among them.
+        expected: the same of the layers behind the last packed one, in earlier forward passes; by whether these had a single
+            token, for which models may have other code.
+        unfinished: the edit of the whole cache that was interrupted while it was put into effect.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[object, ...]] = set()
+        self.start = 0
+        self.stock: set[int] = set()
+        self.expected: dict[bool, set[int]] = {}
+        self.unfinished: str | None = None
+
+    def enter(self, cache: TurboQuantCache, layer_idx: int, state: tuple[object, ...]) -> None:
+        """Called before a layer is updated.
+
+        Raises:
+            RuntimeError: another forward pass has not reached all layers.
+        """
+        update = (layer_idx, *state)
+        if update in self.seen:
+            self.require_over(cache)
+            if not cache.table.is_static:
+                self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
+            self.seen, self.stock = set(), set()
+        if not self.seen and not cache.table.is_static:
+            packed = cache.packed_layers
+            self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
+        if state != ATTENTION or not isinstance(cache.layers[layer_idx], TurboQuantLayer):
+            if layer_idx > cache.last_packed and self.expected and layer_idx not in set().union(*self.expected.values()):
+                raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+            self.stock.add(layer_idx)
+        self.seen.add(update)
+
+    @contextmanager
+    def edit(self, name: str, stock: Sequence[Any]) -> Iterator[Change]:
+        """Around an edit of the whole cache. What fails before `Change.begin` has changed nothing.
+
+        Args:
+            stock: transformers' own layers, which are put back then; they may have changed before.
+        """
+        change = Change()
+        self.unfinished = name
+        try:
+            with all_or_nothing(stock):
+                yield change
+        except BaseException:
+            if not change.has_begun:
+                self.unfinished = None
+            raise
+        self.forget()
+
+    def forget(self) -> None:
+        """There is no forward pass any more that might not be over."""
+        self.seen, self.stock, self.unfinished = set(), set(), None
+
+    # -- did it reach all layers? --------------------------------------------------------------------------------------
+    def require_over(self, cache: TurboQuantCache) -> None:
+        """Make sure that all layers hold the same tokens, and give back pages that were reserved for others.
+
+        Raises:
+            RuntimeError: saying which layers do not, and what to do.
+        """
+        if self.is_over(cache):
+            packed_ends: dict[BlockTable, int] = {}
+            for layer in cache.packed_layers:
+                if layer.is_initialized:
+                    packed_ends[layer.table] = max(layer.packed_end, packed_ends.get(layer.table, 0))
+            for table, packed_end in packed_ends.items():
+                if table.packed_end > packed_end and not table.is_static:
+                    table.drop_entries(packed_end)
+            return
+        self._require_mendable(cache)
+        ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
+        raise RuntimeError(
+            f"the last forward pass ended early, by an error or an interrupt: only {ahead} hold its tokens. Call"
+            f" cache.crop({self.start - longest(cache)}) to take them back, which leaves {self.start} tokens in all layers,"
+            " or cache.reset()."
+        )
+
+    def require_even(self, cache: TurboQuantCache) -> None:
+        """As `require_over`, of the lengths that a static cache has on its device; for edits, which read them anyway.
+
+        Raises:
+            RuntimeError: packed layers hold different tokens.
+        """
+        if cache.table.is_static:
+            lengths = {layer.counters.tolist()[0] if layer.is_initialized else 0 for layer in cache.packed_layers}
+            if len(lengths) > 1:
+                raise RuntimeError(UNEVEN)
+
+    def is_over(self, cache: TurboQuantCache) -> bool:
+        """Whether all layers have got the tokens of the newest forward pass, or none has."""
+        if self.unfinished is not None or any(table.is_torn for table in cache.tables):
+            return False
+        layers = cache.packed_layers
+        if any(layer.is_torn for layer in layers):
+            return False
+        if cache.table.is_static:
+            return True  # lengths are on the device: `TurboQuantLayer` compares them there
+        lengths = {layer.get_seq_length() for layer in layers}
+        if len(lengths) > 1:
+            return False
+        if layers and lengths == {self.start}:
+            return not self.stock
+        return not self.seen or self.expected.get(self._is_one_token(cache), set()) <= self.stock
+
+    def _is_one_token(self, cache: TurboQuantCache) -> bool:
+        return longest(cache) - self.start == 1
+
+    def _ahead(self, cache: TurboQuantCache) -> list[int]:
+        """The layers that hold tokens of a forward pass that is not over."""
+
+        def is_ahead(i: int, layer: Any) -> bool:
+            if i in self.stock or not isinstance(layer, TurboQuantLayer):
+                return i in self.stock
+            return layer.is_torn or bool(layer.get_seq_length() > self.start)
+
+        return [i for i, layer in enumerate(cache.layers) if is_ahead(i, layer)]
+
+    # -- mending -------------------------------------------------------------------------------------------------------
+    def _require_mendable(self, cache: TurboQuantCache) -> None:
+        """Raise `RuntimeError` where `mend` cannot bring the layers together again."""
+        if self.unfinished is not None:
+            raise RuntimeError(f"{self.unfinished} of this cache was interrupted, and not all layers have changed. {RESET}")
+        if any(table.is_torn for table in cache.tables):
+            raise RuntimeError(f"a change of this cache's block table was interrupted. {RESET}")
+        if cache.table.is_static:
+            raise RuntimeError(UNEVEN)
+        lost = "the last forward pass ended early, by an error or an interrupt, and not all layers hold its tokens"
+        for i in self._ahead(cache):
+            layer = cache.layers[i]
+            if i in self.stock and (isinstance(layer, HybridLayer) or type(layer) is not DynamicLayer):
+                raise RuntimeError(f"{lost}. Layer {i}, a {type(layer).__name__}, cannot give them back. {RESET}")
+            if i not in self.stock and not layer.can_take_back(self.start):
+                raise RuntimeError(f"{lost}. Layer {i} cannot give them back any more. {RESET}")
+
+    def mend(self, cache: TurboQuantCache, tokens_to_remove: int) -> int:
+        """Take back the tokens of a forward pass that is not over.
+
+        Args:
+            cache: whose forward pass this is; `is_over` says that it is not.
+            tokens_to_remove: what `crop` is asked to remove from the layers that hold most.
+
+        Returns:
+            The tokens that remain to be removed.
+
+        Raises:
+            RuntimeError: they cannot be taken back.
+            ValueError: fewer are to be removed.
+        """
+        self._require_mendable(cache)
+        extra = longest(cache) - self.start
+        if tokens_to_remove < extra:
+            raise ValueError(
+                f"crop({-tokens_to_remove}): the last forward pass ended early, and only some layers hold its {extra}"
+                " tokens: remove at least these."
+            )
+        for i in self._ahead(cache):
+            layer = cache.layers[i]
+            if isinstance(layer, TurboQuantLayer):
+                layer.take_back()
+            else:
+                layer.keys, layer.values = _first(layer.keys, self.start), _first(layer.values, self.start)
+        self.forget()
+        return tokens_to_remove - extra
+
+
+def longest(cache: TurboQuantCache) -> int:
+    """Tokens in the layer that holds most of them (dynamic mode)."""
+    return max(
+        (int(layer.get_seq_length()) for layer in cache.layers if hasattr(layer, "get_seq_length")),
+        default=0,
+    )
+
+
+def _first(states: Tensor | None, tokens: int) -> Any:
+    return states if states is None or states.ndim != 4 else states[:, :, :tokens]
+
+
+def _listed(layers: list[int]) -> str:
+    """Such as "layer 0", or "layers 0, 1, 4"."""
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(str(i) for i in layers)}"
