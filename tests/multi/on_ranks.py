@@ -1,0 +1,114 @@
+"""What the ranks of the tensor-parallel tests do: each has its own model, and answers with what a test compares."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig
+from transformers.distributed import DistributedConfig
+
+from tq_hf import TurboQuantCache, enable
+from tq_hf.comparison import cache_argument
+
+NEW = 12  # tokens a generation makes; among them a page falls due
+
+
+@cache
+def sharded(folder: Path) -> Any:
+    """This rank's part of a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load(folder, distributed_config=DistributedConfig(tp_plan="auto"))
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="turboquant", **options).eval()
+
+
+def generate(model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any) -> Any:
+    """Greedy tokens, and what can be seen of the cache that they filled."""
+    made = TurboQuantCache(model.config, **kind)
+    counters.clear()
+    if compiled:
+        torch._dynamo.reset()
+        options["compile_config"] = CompileConfig(mode="default", backend="eager", fullgraph=True)
+        options["compile_config"]._compile_all_devices = True  # generate() compiles for GPUs only, unless it is asked to
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=mask, **{cache_argument(model): made}, max_new_tokens=NEW, min_new_tokens=NEW,
+            do_sample=False, output_logits=True, return_dict_in_generate=True, **options,
+        )  # fmt: skip
+    made.check()
+    report = made.report()
+    return {
+        "tokens": out.sequences,
+        "logits": torch.stack(out.logits),
+        "pages": [layer.pool[: layer.table.pages.used].clone() for layer in made.packed_layers],
+        "heads": [layer.kv_heads for layer in made.packed_layers],
+        "nbytes": sum(layer.nbytes for layer in made.packed_layers),
+        "packed": report.packed_tokens / (report.packed_tokens + report.exact_tokens),
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "dense": any(table.dense_read_noted for table in made.tables),
+    }
+
+
+def generate_sharded(folder: Path, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False) -> Any:
+    return generate(sharded(folder), kind, ids, mask, compiled)
+
+
+def generate_beams(folder: Path, kind: dict[str, Any], ids: Tensor, mask: Tensor) -> Any:
+    return generate(sharded(folder), kind, ids, mask, num_beams=3)
+
+
+def edited(model: Any, ids: Tensor, path: Path) -> Tensor:
+    """Logits after a cache was cropped, forked, reordered and written to a file and read again."""
+    argument = cache_argument(model)
+    made = TurboQuantCache(model.config, "raw")
+    with torch.no_grad():
+        model(ids[:, :170], **{argument: made})
+        made.crop(-30)
+        (made,) = made.fork(1)
+        made.reorder_cache(torch.tensor([1, 0]))
+        made.save(path)
+        made = TurboQuantCache.load(path, model.config)
+        return model(ids[:, 140:], **{argument: made}).logits
+
+
+def edited_sharded(folder: Path, ids: Tensor, files: Path) -> Tensor:
+    return edited(sharded(folder), ids, files / f"rank{torch.distributed.get_rank()}")
+
+
+def load_of_other_rank(folder: Path, files: Path) -> list[str]:
+    """What is said where a rank reads what the other one wrote."""
+    other = files / f"rank{1 - torch.distributed.get_rank()}"
+    model = sharded(folder)
+    return [message_of(lambda: TurboQuantCache.load(other, config)) for config in (model.config, None)]
+
+
+def refusals(folder: Path, plan: Any, ids: Tensor) -> dict[str, str]:
+    """What is said of a model whose heads do not fit the ranks: by a cache, by `enable`, and by transformers' own forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load(folder, distributed_config=DistributedConfig(tp_plan=plan))
+    return {
+        "cache": message_of(lambda: TurboQuantCache(model.config, "tq4")),
+        "static": message_of(lambda: TurboQuantCache(model.config, "tq4", max_cache_len=200)),
+        "enable": message_of(lambda: enable(model)),
+        "forward": message_of(lambda: model(ids)),
+    }
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
