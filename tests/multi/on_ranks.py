@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from transformers.distributed import DistributedConfig
 
 from tq_hf import TurboQuantCache, enable
+from tq_hf.cli import main
 from tq_hf.comparison import cache_argument
 
 NEW = 12  # tokens a generation makes; among them a page falls due
@@ -104,6 +108,16 @@ def refusals(folder: Path, plan: Any, ids: Tensor) -> dict[str, str]:
         "enable": message_of(lambda: enable(model)),
         "forward": message_of(lambda: model(ids)),
     }
+
+
+def command_line(argv: list[str]) -> str:
+    """What `tq_hf` prints in this process, as one of those that a launcher starts."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(argv)
+    assert not code, printed.getvalue()
+    return printed.getvalue()
 
 
 def message_of(call: Callable[[], Any]) -> str:
