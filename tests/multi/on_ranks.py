@@ -37,13 +37,19 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def generate(model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any) -> Any:
-    """Greedy tokens, and what can be seen of the cache that they filled."""
+    """Greedy tokens, and what can be seen of the cache that they filled; tensors on the CPU.
+
+    Args:
+        kind: what `TurboQuantCache` takes.
+        compiled: trace decoding on the CPU. On a GPU `generate()` compiles a static cache's by itself.
+    """
     made = TurboQuantCache(model.config, **kind)
+    ids, mask = ids.to(model.device), mask.to(model.device)
     counters.clear()
+    torch._dynamo.reset()
     if compiled:
-        torch._dynamo.reset()
         options["compile_config"] = CompileConfig(mode="default", backend="eager", fullgraph=True)
-        options["compile_config"]._compile_all_devices = True  # generate() compiles for GPUs only, unless it is asked to
+        options["compile_config"]._compile_all_devices = True
     with torch.no_grad():
         out = model.generate(
             ids, attention_mask=mask, **{cache_argument(model): made}, max_new_tokens=NEW, min_new_tokens=NEW,
@@ -52,9 +58,10 @@ def generate(model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compil
     made.check()
     report = made.report()
     return {
-        "tokens": out.sequences,
-        "logits": torch.stack(out.logits),
-        "pages": [layer.pool[: layer.table.pages.used].clone() for layer in made.packed_layers],
+        "tokens": out.sequences.cpu(),
+        "logits": torch.stack(out.logits).cpu(),
+        "pages": [layer.pool[: layer.table.pages.used].cpu() for layer in made.packed_layers],
+        "devices": [str(layer.device) for layer in made.packed_layers],
         "heads": [layer.kv_heads for layer in made.packed_layers],
         "nbytes": sum(layer.nbytes for layer in made.packed_layers),
         "packed": report.packed_tokens / (report.packed_tokens + report.exact_tokens),

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a gloo group on the CPU: started once, then asked to run one function after the other."""
+"""Processes that are the ranks of a group: started once, then asked to run one function after the other."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Ranks:
 
     Args:
         folder: where they meet (a file: ports of the machine may be taken).
+        backend: "gloo" on the CPU; "nccl" gives each rank a GPU.
     """
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, backend: str = "gloo") -> None:
         context = torch.multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, str(folder / "meeting"), its), daemon=True)
+            process = context.Process(target=_serve, args=(rank, count, str(folder / "meeting"), backend, its), daemon=True)
             process.start()
             its.close()
             self._pipes.append(mine)
@@ -82,10 +83,12 @@ class Ranks:
         self.end()
 
 
-def _serve(rank: int, count: int, meeting: str, pipe: Connection) -> None:
+def _serve(rank: int, count: int, meeting: str, backend: str, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
     while True:
         try:
             function, args = pipe.recv()
