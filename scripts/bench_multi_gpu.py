@@ -6,10 +6,10 @@
     python scripts/bench_multi_gpu.py --json PATH --smoke                                   a dry run on two CPU ranks
 
 Runs from the checkout with the Python that starts it, on a machine with two GPUs of one kind; it is planned for 8 minutes
-there and ends by then (`--budget`). The model has the shape of Llama-3-8B and random bfloat16 weights. A cell is a placement,
-a cache, and a point (batch x tokens): the cache is filled with random states, and 33 tokens are decoded behind them by
-`generate()`, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; over a device map
-they are not measured, because CUDA graphs do not span devices. Running out of memory is a result.
+there and ends by then (`--budget`). The model has the shape of Llama-3-8B and random bfloat16 weights. A cell is a
+placement, a cache, and a point (batch x tokens): the cache is filled with random states, and 33 tokens are decoded behind
+them by `generate()`, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; over a
+device map they are not measured, because CUDA graphs do not span devices. Running out of memory is a result.
 
 PATH is written after every cell, and the same command goes on where it stopped. `--page` writes the tables between the marks
 of a page. The exit code is 1 if a cell failed.
@@ -31,12 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
+from bench_generate import require_point
 from generate_bench.caches import CACHES
+from generate_bench.process import ROOT
 from generate_bench.report import Results
 from multi_bench.placements import MAP, ONE, PARALLEL, PLACEMENTS
 from multi_bench.report import bench_hash, tables, write_page
@@ -51,6 +52,7 @@ STATIC, DYNAMIC = ("tq4, static", "StaticCache"), ("tq4", "DynamicCache")
 BUDGET_S = 470.0
 POLL_S = 0.2
 Cell = tuple[str, str, str]  # placement, point, cache
+Worker = tuple[subprocess.Popen[bytes], Path, Path]  # with the file that it appends cells to, and its log
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,11 @@ def command(placement: str, arguments: Sequence[str]) -> list[str]:
 
 def environment(gpu: int | None) -> dict[str, str]:
     paths = [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "8")}
+    made = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "8"),
+    }
     if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         made["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
@@ -97,18 +103,18 @@ def environment(gpu: int | None) -> dict[str, str]:
 
 
 @contextmanager
-def workers(phase: Phase, shape: str, device: str, folder: Path) -> Iterator[list[tuple[subprocess.Popen[bytes], Path, Path]]]:
-    """The processes of a phase, each with the file that it appends cells to and its log; all of them end here."""
-    started = []
+def workers(phase: Phase, shape: str, device: str, folder: Path) -> Iterator[list[Worker]]:
+    """The processes of a phase; all of them end here."""
+    started: list[Worker] = []
     try:
         for number, (share, gpu) in enumerate(zip(phase.shares, phase.gpus)):
             cells, log = folder / f"{phase.placement} {number}.jsonl", folder / f"{phase.placement} {number}.log"
             asked = json.dumps([[point, cache] for _, point, cache in share])
+            argv = command(phase.placement, [shape, device, asked, str(cells)])
             with log.open("wb") as sink:
                 process = subprocess.Popen(
-                    command(phase.placement, [shape, device, asked, str(cells)]), cwd=ROOT, env=environment(gpu), stdout=sink,
-                    stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
+                    argv, cwd=ROOT, env=environment(gpu), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+                )
             started.append((process, cells, log))
         yield started
     finally:
@@ -170,6 +176,7 @@ def wanted(args: argparse.Namespace) -> list[Cell]:
         for name in given:
             if name not in known:
                 raise RequestError(f"{name!r} is unknown: expected some of {', '.join(known)}.")
+    points = [require_point(point) for point in points]
     return [
         (placement, point, cache)
         for placement in placements
@@ -188,12 +195,13 @@ def require_gpus() -> dict[str, Any]:
     count = torch.cuda.device_count()
     if count < GPUS:
         raise RequestError(
-            f"torch sees {count} CUDA {'device' if count == 1 else 'devices'}, and {GPUS} are needed: run this on a machine with"
-            f" {GPUS} GPUs, or with --smoke for a dry run on the CPU."
+            f"torch sees {count} CUDA {'device' if count == 1 else 'devices'}, and {GPUS} are needed: run this on a machine"
+            f" with {GPUS} GPUs, or with --smoke for a dry run on the CPU."
         )
     kinds = {torch.cuda.get_device_name(i) for i in range(GPUS)}
     if len(kinds) > 1:
-        raise RequestError(f"the first {GPUS} GPUs are of different kinds, {' and '.join(sorted(kinds))}: expected the same.")
+        found = " and ".join(sorted(kinds))
+        raise RequestError(f"the first {GPUS} GPUs are of different kinds, {found}: expected the same.")
     return {"gpu": kinds.pop(), "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
 
 
@@ -201,12 +209,12 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="PATH", required=True, help="results, written after every cell")
     parser.add_argument("--points", metavar="LIST", help=f"default: {','.join(POINTS)}")
-    parser.add_argument("--caches", metavar="LIST", help=f"separated by semicolons; default: {'; '.join([*STATIC, *DYNAMIC])}")
+    parser.add_argument("--caches", metavar="LIST", help=f"default: {'; '.join([*STATIC, *DYNAMIC])}")
     parser.add_argument("--placements", metavar="LIST", help=f"default: {', '.join(PLACEMENTS)}")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on two CPU ranks: a dry run, no measurement")
     parser.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--page", type=Path, metavar="PATH", help="write the tables between the marks of this page")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="end by then; default: %(default)s")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="end by then; default: %(default)s")
     args = parser.parse_args(argv)
     began, wrong, cells = time.monotonic(), 0, wanted(args)
     results = Results(args.json)
@@ -214,7 +222,13 @@ def run(argv: Sequence[str]) -> int:
         shape, device = ("tiny", "cpu") if args.smoke else ("8b", "cuda")
         facts = {"gpu": "no GPU", "memory_bytes": 0} if args.smoke else require_gpus()
         results.take(
-            {**facts, "gpus": GPUS, "shape": shape, "torch": torch.__version__, "transformers": transformers.__version__}
+            {
+                **facts,
+                "gpus": GPUS,
+                "shape": shape,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            }
         )
         current = bench_hash()
         results.found["cells"] = [row for row in results.found["cells"] if row.get("bench") == current]
@@ -231,7 +245,9 @@ def run(argv: Sequence[str]) -> int:
     print(text)
     if args.page is not None:
         if results.found["gpu"] == "no GPU":
-            raise RequestError(f"{args.json} is of a dry run, whose times are none: nothing was written to {args.page}.")
+            raise RequestError(
+                f"{args.json} is of a dry run, whose times are none: nothing was written to {args.page}."
+            )
         try:
             write_page(args.page, text)
         except (OSError, ValueError) as error:

@@ -7,8 +7,6 @@ the plan leaves each rank whole KV heads, and which part of the model a saved ca
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PretrainedConfig
 

@@ -25,7 +25,11 @@ def place(placement: str, shape: str, device_type: str) -> Any:
 
     With tensor parallelism every rank makes the whole model and keeps its part; `torchrun` has started the ranks.
     """
-    local = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device("cpu")
+    local = (
+        torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     if local.type == "cuda":
         torch.cuda.set_device(local)
     model = build_model(shape, "sdpa", local)
@@ -34,7 +38,11 @@ def place(placement: str, shape: str, device_type: str) -> Any:
     if placement == PARALLEL:
         config = DistributedConfig(tp_plan="auto")
         sharded = type(model).from_pretrained(
-            None, config=model_config(shape), state_dict=model.state_dict(), dtype=model.dtype, distributed_config=config
+            None,
+            config=model_config(shape),
+            state_dict=model.state_dict(),
+            dtype=model.dtype,
+            distributed_config=config,
         )
         return sharded.eval()
     return model
@@ -64,7 +72,9 @@ def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
         generator = torch.Generator(local.device).manual_seed(index)
         shape = (rows, local.shape[0] // dim, tokens, dim)
         keys, values = (
-            torch.empty(shape, dtype=local.dtype, device=local.device).normal_(0, STANDARD_DEVIATION, generator=generator)
+            torch.empty(shape, dtype=local.dtype, device=local.device).normal_(
+                0, STANDARD_DEVIATION, generator=generator
+            )
             for _ in range(2)
         )
         cache.update(keys, values, index)
@@ -86,7 +96,8 @@ def memory(model: Any, cache: Any, device_type: str) -> list[dict[str, int]]:
     own = [model.device] if torch.distributed.is_initialized() else devices(device_type)
     for device in own:
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(cache) if t.device == device}
+        storages = (t.untyped_storage() for t in tensors_of(cache) if t.device == device)
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         weight_bytes = sum(weight.nbytes for weight in weights if weight.device == device)
         found.append({"weight_bytes": weight_bytes, "cache_bytes": sum(held.values()), "peak_bytes": peak})

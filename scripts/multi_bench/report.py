@@ -12,6 +12,8 @@ from .placements import ONE, PARALLEL, PLACEMENTS
 
 Row = dict[str, Any]
 MORE = (4, 8)  # GPUs that are reckoned for
+SIZES = ("weight_bytes", "cache_bytes", "peak_bytes")
+WARNINGS = ("graph_breaks", "cudagraph_skips", "recompiled")
 BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
 
 
@@ -27,23 +29,22 @@ def tables(found: dict[str, Any]) -> str:
     failed = [row for row in found["cells"] if "step_s" not in row]
     parts = [
         f"{found['gpus']} × {found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; random weights in"
-        f" the shape {found['shape']}, caches filled with random states, 32 steps through `generate()` timed. Tokens/s: batch"
-        " by the median step. GiB are those of the GPU that has most."
+        f" the shape {found['shape']}, caches filled with random states, 32 steps through `generate()` timed. Tokens/s:"
+        " batch by the median step. GiB are those of the GPU that has most."
     ]
     head = ("batch × tokens", "cache", "placement", "tokens/s", "times one GPU", "step, ms", "weights, GiB", "cache, GiB",
             "peak, GiB")  # fmt: skip
     parts.append(markdown(head, [_cells(row, cells) for row in sorted(cells, key=_place)]))
     if rows := reckoned(cells):
         parts.append(
-            "From the measured steps on one and on two GPUs with tensor parallelism: what is shared by the GPUs takes 2 (t1 - t2)"
-            " on one, what is not takes 2 t2 - t1 on any number, so that a step on N takes the one by N and the other. That is"
-            " arithmetic, not a measurement: it leaves out that an all-reduce over more GPUs takes longer."
+            "From the measured steps on one and on two GPUs with tensor parallelism: what GPUs share takes 2 (t1 - t2) on"
+            " one, what they do not takes 2 t2 - t1 on any number, so that a step on N takes the first by N and the second."
+            " That is arithmetic, not a measurement: it leaves out that an all-reduce over more GPUs takes longer."
         )
-        head = ("batch × tokens", "cache", "shared, ms", "not shared, ms", *(f"tokens/s on {count}" for count in MORE))
-        parts.append(markdown(head, rows))
+        more = [f"tokens/s on {count}" for count in MORE]
+        parts.append(markdown(["batch × tokens", "cache", "shared, ms", "not shared, ms", *more], rows))
     if failed:
-        told = (f"{row['placement']}, {row['point']}, {row['cache']}: {row.get('error') or 'OOM: ' + row['oom']}" for row in failed)
-        parts.append("Not measured: " + "; ".join(told) + ".")
+        parts.append("Not measured: " + "; ".join(map(_failure, failed)) + ".")
     return "\n\n".join(parts)
 
 
@@ -80,14 +81,17 @@ def write_page(path: Path, text: str) -> None:
 def _cells(row: Row, cells: list[Row]) -> list[str]:
     one = _same(row, cells, ONE)
     times = "" if one is None else f"{one['step_s'] / row['step_s']:.2f}"
-    largest = [max(device[name] for device in row["devices"]) / 2**30 for name in ("weight_bytes", "cache_bytes", "peak_bytes")]
-    notes = "".join(
-        f", {name.replace('_', ' ')}: {row[name]}" for name in ("graph_breaks", "cudagraph_skips", "recompiled") if row.get(name)
-    )
+    largest = [max(device[name] for device in row["devices"]) / 2**30 for name in SIZES]
+    notes = "".join(f", {name.replace('_', ' ')}: {row[name]}" for name in WARNINGS if row.get(name))
     count = "" if row["placement"] == ONE else f" × {len(row['devices'])}"
     shown = row["placement"] + count + notes
     numbers = (f"{row['tokens_per_s']:.1f}", times, f"{1e3 * row['step_s']:.2f}", *(f"{size:.2f}" for size in largest))
     return [_point(row), row["cache"], shown, *numbers]
+
+
+def _failure(row: Row) -> str:
+    why = row.get("error") or f"OOM: {row['oom']}"
+    return f"{row['placement']}, {row['point']}, {row['cache']}: {why}"
 
 
 def _point(row: Row) -> str:
@@ -102,5 +106,3 @@ def _same(row: Row, cells: list[Row], placement: str) -> Row | None:
 
 def _place(row: Row) -> tuple[str, str, int]:
     return row["point"], row["cache"], PLACEMENTS.index(row["placement"])
-
-

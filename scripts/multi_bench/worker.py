@@ -33,6 +33,7 @@ def measure_cell(model: Any, device_type: str, point: Point, name: str) -> dict[
         Seconds and counts of this rank, and `devices`: what each of its devices holds.
     """
     cache = CACHES[name]
+    torch._dynamo.reset()  # what was compiled for the last cell's cache
     model.set_attn_implementation(cache.attention)
     made = cache.make(model.config, point.capacity)
     fill(model, made, point.rows, point.tokens)
@@ -60,7 +61,6 @@ def main() -> None:
         gc.collect()
         if device_type == "cuda":
             torch.cuda.empty_cache()
-        torch._dynamo.reset()  # what was compiled for the last cell's cache
         try:
             result = measure_cell(model, device_type, Point(point), name)
         except Exception as error:

@@ -7,7 +7,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="turboquant", **options).eval()
 
 
-def generate(model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any) -> Any:
+def generate(
+    model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any
+) -> Any:
     """Greedy tokens, and what can be seen of the cache that they filled; tensors on the CPU.
 
     Args:
@@ -101,11 +103,11 @@ def load_of_other_rank(folder: Path, files: Path) -> list[str]:
     """What is said where a rank reads what the other one wrote."""
     other = files / f"rank{1 - torch.distributed.get_rank()}"
     model = sharded(folder)
-    return [message_of(lambda: TurboQuantCache.load(other, config)) for config in (model.config, None)]
+    return [message_of(partial(TurboQuantCache.load, other, config)) for config in (model.config, None)]
 
 
 def refusals(folder: Path, plan: Any, ids: Tensor) -> dict[str, str]:
-    """What is said of a model whose heads do not fit the ranks: by a cache, by `enable`, and by transformers' own forward."""
+    """What is said of a model whose heads do not fit the ranks: by caches, by `enable`, by transformers' own forward."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = load(folder, distributed_config=DistributedConfig(tp_plan=plan))
@@ -125,6 +127,15 @@ def command_line(argv: list[str]) -> str:
         code = main(argv)
     assert not code, printed.getvalue()
     return printed.getvalue()
+
+
+def bench_cell(point: str, cache_name: str) -> Any:
+    """A cell of `scripts/bench_multi_gpu.py`, all ranks' devices in it."""
+    from generate_bench.shapes import Point
+    from multi_bench.placements import PARALLEL, place
+    from multi_bench.worker import measure_cell, of_all_ranks
+
+    return of_all_ranks(measure_cell(place(PARALLEL, "tiny", "cpu"), "cpu", Point(point), cache_name))
 
 
 def message_of(call: Callable[[], Any]) -> str:

@@ -37,7 +37,9 @@ class Ranks:
         self._processes = []
         for rank in range(count):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, count, str(folder / "meeting"), backend, its), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, count, str(folder / "meeting"), backend, its), daemon=True
+            )
             process.start()
             its.close()
             self._pipes.append(mine)

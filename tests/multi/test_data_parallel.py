@@ -59,6 +59,6 @@ def test_two_processes_give_the_metrics_of_one(ranks: Ranks, word_folder: Path, 
 
 
 def as_numbers(answers: Any) -> list[Any]:
-    """An item's answers, as a file has them or not, to be compared: texts, log-probabilities, and which are the greedy ones."""
+    """An item's answers to be compared: texts, log-probabilities, and which of them are the greedy ones."""
     flat = [str(value) for answer in answers for value in (answer if isinstance(answer, (list, tuple)) else [answer])]
     return [pytest.approx(float(text), rel=1e-5) if NUMBER.fullmatch(text) else text for text in flat]

@@ -119,7 +119,7 @@ def test_layers_on_two_devices(config: PretrainedConfig, kind: dict[str, Any], p
 def test_pretended_devices_do_not_mix() -> None:
     with Places():
         here, there = put(torch.ones(2), "cuda:0"), torch.zeros(2, device="cuda:1")
-        with pytest.raises(RuntimeError, match=re.escape("add: expected all tensors to be on the same device, found ['cuda:0'")):
+        with pytest.raises(RuntimeError, match="add: expected all tensors to be on the same device"):
             here.add(there)
         assert str(here.to(there.device).add(there).device) == "cuda:1"
         assert str(here.copy_(there).device) == "cuda:0" and str((here + torch.tensor(1.0)).device) == "cuda:0"
@@ -154,14 +154,16 @@ def test_queries_on_another_device(attention: str, history: int) -> None:
             if attention == "turboquant":
                 turboquant_attention(nn.Module(), query, *handles, None)
             else:
-                scaled_dot_product_attention(query, *handles, is_causal=not history, enable_gqa=True)  # as torch's comes here
+                scaled_dot_product_attention(query, *handles, is_causal=not history, enable_gqa=True)  # of torch
         assert cache.get_seq_length() == history
         outputs = [read(each, ("cuda:0",), (30, 1), seed=3) for each in (cache, twin)]
         assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "anew"), [({}, "call cache.reset() and read the text again"), (STATIC, "make a new cache")], ids=["growing", "static"]
+    ("kind", "anew"),
+    [({}, "call cache.reset() and read the text again"), (STATIC, "make a new cache")],
+    ids=["growing", "static"],
 )
 def test_a_cache_of_another_device_map(kind: dict[str, Any], anew: str) -> None:
     """It says so, and holds what it held."""
@@ -170,8 +172,9 @@ def test_a_cache_of_another_device_map(kind: dict[str, Any], anew: str) -> None:
         read(cache, TWO, (150,))
         expected = read(copy.deepcopy(cache), TWO, (40,), seed=5)
         message = (
-            "new keys are on cuda:1, and this layer's tokens are on cuda:0: the cache was filled under another device map. Use"
-            f" the model with the device_map that it had, call cache.to('cuda:1') if all layers are there now, or {anew}."
+            "new keys are on cuda:1, and this layer's tokens are on cuda:0: the cache was filled under another device map."
+            " Use the model with the device_map that it had, call cache.to('cuda:1') if all layers are there now, or"
+            f" {anew}."
         )
         with pytest.raises(ValueError, match=re.escape(message)):
             read(cache, TWO[::-1], (40,), seed=5)

@@ -88,7 +88,8 @@ def test_edits_and_files_of_each_rank(ranks: Ranks, model_folder: Path, tmp_path
     for rank, said in enumerate(ranks.run(on_ranks.load_of_other_rank, model_folder, tmp_path)):
         for message in said:
             assert f"tp_rank {1 - rank}, this one {rank}" in message
-    whole = on_ranks.message_of(lambda: on_ranks.TurboQuantCache.load(tmp_path / "rank0", on_ranks.load(model_folder).config))
+    config = on_ranks.load(model_folder).config
+    whole = on_ranks.message_of(lambda: on_ranks.TurboQuantCache.load(tmp_path / "rank0", config))
     assert "tp_rank 0, this one None; tp_size 2, this one None" in whole
 
 
@@ -100,8 +101,9 @@ def test_kv_heads_that_ranks_cannot_share(ranks: Ranks, tmp_path: Path, heads: i
     ids = tiny_models.prompt(1, 8, vocab=MODEL["vocab_size"])
     divisors = "1" if heads == 1 else "1, 3"
     expected = (
-        f"ValueError: num_key_value_heads={heads} cannot be split over tp_size=2 ranks: each rank packs whole KV heads. Start"
-        f" a number of ranks that divides it ({divisors}), or load the model with device_map='auto' in a single process."
+        f"ValueError: num_key_value_heads={heads} cannot be split over tp_size=2 ranks: each rank packs whole KV heads."
+        f" Start a number of ranks that divides it ({divisors}), or load the model with device_map='auto' in a single"
+        " process."
     )
     for said in ranks.run(on_ranks.refusals, tmp_path, "auto", ids):
         assert said["cache"] == said["static"] == said["enable"] == expected
