@@ -14,6 +14,7 @@ given, the answer doesn't depend on it. Here texts are scored in one of the mode
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
@@ -349,7 +350,8 @@ class TurboQuantLM(HFLM):
         for name, used in merged.items():
             if not used.packed_share:
                 raise ValueError(self._advice(name))
-            if self.rank == 0:
+            # To lm-eval, every rank of a sharded model is the first.
+            if self.rank == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
                 print(
                     f"tq-hf, {name}: preset {self.preset}, mode {self.mode}: {used.packed_share:.1%} of tokens read from"
                     f" packed pages, {self.quantized_layers} of {self.layers} layers quantized; cache"

@@ -34,7 +34,9 @@ def place(placement: str, shape: str, device_type: str) -> Any:
         torch.cuda.set_device(local)
     model = build_model(shape, "sdpa", local)
     if placement == MAP:
-        return dispatch_model(model, device_map(model, devices(device_type)))
+        return dispatch_model(
+            model, device_map(model, ["cpu" if d.type == "cpu" else d.index for d in devices(device_type)])
+        )
     if placement == PARALLEL:
         config = DistributedConfig(tp_plan="auto")
         sharded = type(model).from_pretrained(
@@ -54,7 +56,7 @@ def devices(device_type: str) -> list[torch.device]:
     return [torch.device(device_type, i) for i in range(torch.cuda.device_count())]
 
 
-def device_map(model: Any, over: list[torch.device]) -> dict[str, torch.device]:
+def device_map(model: Any, over: list[int | str]) -> dict[str, int | str]:
     """Equal numbers of layers on each device, embeddings on the first, the output on the last."""
     layers = len(model.model.layers)
     parts = {f"model.layers.{i}": over[i * len(over) // layers] for i in range(layers)}

@@ -56,7 +56,7 @@ def test_a_cell_on_two_ranks(ranks: Ranks) -> None:
 
 def test_layers_are_shared_out_in_order() -> None:
     model = place(ONE, "tiny", "cpu")
-    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    first, second = 0, 1
     found = device_map(model, [first, second])
     assert found == {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first,
                      "model.layers.1": second, "model.norm": second, "lm_head": second}  # fmt: skip

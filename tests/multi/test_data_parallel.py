@@ -58,6 +58,32 @@ def test_two_processes_give_the_metrics_of_one(ranks: Ranks, word_folder: Path, 
         assert [text.count(f"tq-hf, {task}: ") for text in printed] == [1, 0]
 
 
+def test_a_sharded_model_gives_the_metrics_of_a_whole_one(ranks: Ranks, word_folder: Path, tmp_path: Path) -> None:
+    """lm-eval's own tensor parallelism: both ranks score all texts, and one of them reports."""
+    task = "tq_prose"
+    alone = lm_eval.simple_evaluate(
+        model=TurboQuantLM(pretrained=str(word_folder), device="cpu", batch_size=1, preset="tq4"), tasks=[task],
+        task_manager=TaskManager(include_path=str(DATA), include_defaults=False), limit=1, bootstrap_iters=0,
+    )  # fmt: skip
+    argv = ["lm-eval", "run", "--model", "tq-hf", "--batch_size", "1", "--model_args"]
+    argv += [
+        f"pretrained={word_folder},preset=tq4,dtype=float32,tp_plan=auto",
+        "--include_path",
+        str(DATA),
+        "--tasks",
+        task,
+    ]
+    printed = ranks.run(on_ranks.command_line, [*argv, "--limit", "1", "--output_path", str(tmp_path)])
+    (path,) = tmp_path.rglob("results_*.json")
+    shared = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("word_perplexity,none", "bits_per_byte,none"):
+        assert shared["results"][task][name] == pytest.approx(alone["results"][task][name], rel=1e-3)
+    used, whole = (found["config"]["tq_hf"]["tasks"][task] for found in (shared, alone))
+    assert used["packed_share"] == whole["packed_share"] > 0.5
+    assert used["cache_bytes"] == pytest.approx(whole["cache_bytes"] / 2, rel=0.01)  # tables are on both
+    assert [text.count("tq-hf, tq_prose: ") for text in printed] == [1, 0]
+
+
 def as_numbers(answers: Any) -> list[Any]:
     """An item's answers to be compared: texts, log-probabilities, and which of them are the greedy ones."""
     flat = [str(value) for answer in answers for value in (answer if isinstance(answer, (list, tuple)) else [answer])]
