@@ -17,7 +17,7 @@ from tests.multi.conftest import MODEL
 from tests.multi.ranks import Ranks
 from tests.test_gpu_contract import bits, relative
 from tq_hf import TurboQuantCache
-from tq_hf.comparison import cache_argument
+from tq_hf.generation.comparison import cache_argument
 
 pytestmark = [
     pytest.mark.gpu,

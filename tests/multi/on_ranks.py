@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 
 from tq_hf import TurboQuantCache, enable
 from tq_hf.cli import main
-from tq_hf.comparison import cache_argument
+from tq_hf.generation.comparison import cache_argument
 
 NEW = 12  # tokens a generation makes; among them a page falls due
 

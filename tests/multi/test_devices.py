@@ -19,7 +19,7 @@ from tests.multi.conftest import MODEL
 from tests.multi.places import Places, place_of, put
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
-from tq_hf.packed_kv import scaled_dot_product_attention
+from tq_hf.layers.packed_kv import scaled_dot_product_attention
 
 COMMON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FULL = LlamaConfig(**COMMON)

@@ -31,9 +31,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .config import MODEL_DTYPES, TurboQuantConfig
-from .layer_rules import boundary_layers
-from .layout import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..layout import MAX_HEAD_DIM, MIN_HEAD_DIM
+from .rules import boundary_layers
 from .sliding import packs_window
 
 ATTENTION = (DynamicLayer, StaticLayer)

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .config import TurboQuantConfig
-from .layer import TurboQuantLayer
+from ..config import TurboQuantConfig
+from ..pages.pool import NO_PAGE
+from ..pages.table import BlockTable, while_alone
+from ..quantizer.rotary import Rotary
+from ..reporting.reports import LayerReport
+from .full import TurboQuantLayer
 from .packed_kv import Step
-from .page_pool import NO_PAGE
-from .pages import BlockTable, while_alone
-from .reports import LayerReport
-from .rotary import Rotary
 
 
 def packs_window(config: TurboQuantConfig, window: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:

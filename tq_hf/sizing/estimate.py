@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PretrainedConfig, StaticCache
 
-from .cache import TurboQuantCache
-from .config import DEFAULT_PRESET, MODEL_DTYPES, TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
-from .model_layers import decoder_config
+from ..cache import TurboQuantCache
+from ..config import DEFAULT_PRESET, MODEL_DTYPES, TurboQuantConfig
+from ..layers.full import TurboQuantLayer
+from ..layers.hybrid import HybridLayer
+from ..layers.plan import decoder_config
+from ..reporting.reports import CacheReport, LayerReport, kind_of
 from .page_count import PageCount, count_pages
-from .reports import CacheReport, LayerReport, kind_of
 from .state_shapes import LayerShapes, model_shapes
 
 SCALAR_BYTES = 8  # transformers' windows and static lengths are int64 tensors

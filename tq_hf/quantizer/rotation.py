@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .layout import MAX_HEAD_DIM, ROTATIONS
+from ..layout import MAX_HEAD_DIM, ROTATIONS
 
 DIM_STEP = 32
 _PALEY_I_PRIMES = {3: 11, 5: 19}  # odd part of the dimension -> prime q, q % 4 == 3, order q + 1

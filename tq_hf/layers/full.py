@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from . import ops
-from .conditioning import partners
-from .config import MODEL_DTYPES, TurboQuantConfig
-from .layer_edits import LayerEdits
-from .layout import PageLayout
-from .memory import storage_bytes
+from .. import ops
+from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..layout import PageLayout
+from ..pages.table import BlockTable, while_alone
+from ..quantizer.conditioning import partners
+from ..quantizer.rotary import Rotary
+from ..reporting.memory import storage_bytes
+from ..reporting.reports import LayerReport, packed_report
+from .edits import LayerEdits
 from .packed_kv import PackedKV, Step, kept_positions
-from .pages import BlockTable, while_alone
-from .reports import LayerReport, packed_report
-from .rotary import Rotary
 
 
 class TurboQuantLayer(LayerEdits, CacheLayerMixin):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pages.table import BlockTable
 from .packed_kv import Step
-from .pages import BlockTable
 
 # A layer's tensors besides its pages: exact tokens and what keys are balanced with, which have a row for each of the batch,
 ROW_STATE = ("ring_key", "ring_value", "sink_key", "sink_value")

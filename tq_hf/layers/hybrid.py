@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from .config import TurboQuantConfig
-from .layer import TurboQuantLayer
-from .memory import storage_bytes
-from .pages import BlockTable
-from .reports import LayerReport
-from .rotary import Rotary
+from ..config import TurboQuantConfig
+from ..pages.table import BlockTable
+from ..quantizer.rotary import Rotary
+from ..reporting.memory import storage_bytes
+from ..reporting.reports import LayerReport
+from .full import TurboQuantLayer
 
 
 class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from .cache import TurboQuantCache
-from .comparison import SLICE_ELEMENTS, cache_argument
-from .layer_rules import is_hybrid
-from .model_layers import decoder_config
-from .scoring_mode import ScoringMode, right_padding, tokens_in_pages
+from ..cache import TurboQuantCache
+from ..generation.comparison import SLICE_ELEMENTS, cache_argument
+from ..layers.plan import decoder_config
+from ..layers.rules import is_hybrid
+from .mode import ScoringMode, right_padding, tokens_in_pages
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..layers.full import TurboQuantLayer
 from .display import html_table, mib
-from .layer import TurboQuantLayer
 from .reports import kind_of, stock_report
 
 if TYPE_CHECKING:
-    from .cache import TurboQuantCache
+    from ..cache import TurboQuantCache
 
 
 @dataclass

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from .cache import TurboQuantCache
-from .config import DEFAULT_PRESET, TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
-from .packed_kv import PackedKV, Step
-from .sliding import SlidingLayer
+from ..cache import TurboQuantCache
+from ..config import DEFAULT_PRESET, TurboQuantConfig
+from ..layers.full import TurboQuantLayer
+from ..layers.hybrid import HybridLayer
+from ..layers.packed_kv import PackedKV, Step
+from ..layers.sliding import SlidingLayer
 
 
 class AtOnceLayer(TurboQuantLayer):

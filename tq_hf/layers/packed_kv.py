@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .layer import TurboQuantLayer
+    from .full import TurboQuantLayer
 
 
 class Step:

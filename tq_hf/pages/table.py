@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .page_pool import NO_PAGE, PagePool
+from .pool import NO_PAGE, PagePool
 
 logger = logging.getLogger(__name__)
 

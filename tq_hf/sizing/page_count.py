@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .page_pool import grown, is_wasteful
-from .pages import BlockTable, entry_room
-from .sliding import SlidingTable
+from ..layers.sliding import SlidingTable
+from ..pages.pool import grown, is_wasteful
+from ..pages.table import BlockTable, entry_room
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache, PretrainedConfig
 
-from .comparison import cache_argument
-from .errors import first_line
-from .memory import tensors_of
-from .model_layers import decoder_config
+from ..errors import first_line
+from ..generation.comparison import cache_argument
+from ..layers.plan import decoder_config
+from ..reporting.memory import tensors_of
 
 PROBE = 2  # tokens: with a single one, some models take the path for decoding, which expects states to be there
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .config import CODEBOOKS
+from ..config import CODEBOOKS
 
 MIN_DIM, MAX_DIM = 4, 65536  # beyond, float64 loses digits of the marginal, which is Gaussian to 4 digits by then
 _BITS = {"gaussian": (1, 2, 3, 4), "beta": (1, 2, 3, 4), "int8_grid": (2, 3, 4)}

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import ATTENTION_NAME
-from .cache import TurboQuantCache
-from .config import TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
-from .model_layers import decoder_config
-from .packed_kv import Step
-from .sliding import SlidingLayer
+from ..attention import ATTENTION_NAME
+from ..cache import TurboQuantCache
+from ..config import TurboQuantConfig
+from ..layers.full import TurboQuantLayer
+from ..layers.hybrid import HybridLayer
+from ..layers.packed_kv import Step
+from ..layers.plan import decoder_config
+from ..layers.sliding import SlidingLayer
 
 
 def pages_at_once(model: Any, tokens: int, config: TurboQuantConfig) -> int:

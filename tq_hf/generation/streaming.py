@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache import TurboQuantCache
+from ..cache import TurboQuantCache
+from ..compat import reset_cache
+from ..reporting.reports import LayerReport, stock_report
 from .comparison import cache_argument
-from .compat import reset_cache
-from .reports import LayerReport, stock_report
 
 # Options of `generate()` that make several tokens at a time.
 DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")

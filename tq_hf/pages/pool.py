@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .pages import BlockTable
+    from .table import BlockTable
 
 NO_PAGE = -1
 # Fewer unused pages than this are not worth a copy of the others.

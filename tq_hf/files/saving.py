@@ -13,7 +13,7 @@ One safetensors file. Its metadata has two strings: `format` is `tq_hf.cache`, a
                    {"kind": "packed", config, rotary, table, state, hybrid}: indices into the lists above; state is null
                    (no token yet) or {device, dtype, kv_heads, key_dim, value_dim, counters}; hybrid is null or the next
                    without kind
-                   or {"kind": "transformers", layer, numbers, device}: `stock_layers.description` and `.contents`
+                   or {"kind": "transformers", layer, numbers, device}: `stock.description` and `.contents`
 
 Tensors, B rows and E entries in use:
 
@@ -39,15 +39,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from . import stock_layers
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
-from .page_pool import NO_PAGE
-from .pages import BlockTable
-from .sliding import SlidingTable
+from ..layers import stock
+from ..layers.full import TurboQuantLayer
+from ..layers.hybrid import HybridLayer
+from ..layers.sliding import SlidingTable
+from ..pages.pool import NO_PAGE
+from ..pages.table import BlockTable
 
 if TYPE_CHECKING:
-    from .cache import TurboQuantCache
+    from ..cache import TurboQuantCache
 
 FORMAT, VERSION = "tq_hf.cache", 1
 _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -107,10 +107,10 @@ def _save_stock(
     tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None
 ) -> dict[str, Any]:
     try:
-        described = stock_layers.description(layer, max_cache_len)
+        described = stock.description(layer, max_cache_len)
     except ValueError as error:
         raise ValueError(f"this cache cannot be saved, because of its layer {i}: {error}") from None
-    numbers, held = stock_layers.contents(layer)
+    numbers, held = stock.contents(layer)
     tensors |= {prefix + name: _copied(tensor) for name, tensor in held.items()}
     device = str(next(iter(held.values())).device) if held else "cpu"
     return {"layer": described, "numbers": numbers, "device": device}

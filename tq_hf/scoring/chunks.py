@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import TurboQuantConfig
+from ..config import TurboQuantConfig
 
 
 def first_page_tokens(config: TurboQuantConfig) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ..cache import TurboQuantCache
+from ..config import TurboQuantConfig
 from .at_once import AtOnceCache
-from .cache import TurboQuantCache
 from .chunks import text_chunks
-from .config import TurboQuantConfig
 from .page_by_page import PageByPageCache, pages_at_once
 
 # Tokens of a text that are fed at once: all of the usual windows of 2,048 and 4,096, as lm-eval's own models do. Longer

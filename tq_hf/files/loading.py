@@ -20,21 +20,21 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
-from . import stock_layers
-from .config import MODEL_DTYPES, TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
-from .layout import MAX_HEAD_DIM, PageLayout
-from .model_layers import decoder_config
-from .page_pool import NO_PAGE
-from .pages import BlockTable
-from .rotary import FASTEST, Rotary
+from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..layers import stock as stock_layers
+from ..layers.full import TurboQuantLayer
+from ..layers.hybrid import HybridLayer
+from ..layers.plan import decoder_config
+from ..layers.sliding import SlidingLayer, SlidingTable
+from ..layout import MAX_HEAD_DIM, PageLayout
+from ..pages.pool import NO_PAGE
+from ..pages.table import BlockTable
+from ..quantizer.rotary import FASTEST, Rotary
+from ..tensor_parallel import ranks, shard_facts
 from .saving import FORMAT, VERSION, model_facts
-from .sliding import SlidingLayer, SlidingTable
-from .tensor_parallel import ranks, shard_facts
 
 if TYPE_CHECKING:
-    from .cache import TurboQuantCache
+    from ..cache import TurboQuantCache
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .commands import RequestError, first_line
-from .compat import reset_cache
+from ..commands import RequestError, first_line
+from ..compat import reset_cache
 from .streaming import Stream
 
 Message = dict[str, str]  # {"role": "user", "content": "..."}, as chat templates take them
