@@ -20,9 +20,9 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together; those of a sliding
-layer from its table's origin (`layers/sliding.py`), which may lie inside the first entry: that one's start is negative then, and
-what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host where that
-would wait for a GPU.
+layer from its table's origin (`layers/sliding.py`), which may lie inside the first entry: that one's start is negative
+then, and what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host
+where that would wait for a GPU.
 
 `torch.library.Library` is used directly, because a call through `torch.library.custom_op` costs ten times as much.
 
