@@ -35,6 +35,7 @@ from .pages.table import BlockTable
 from .quantizer.rotary import rotary_of
 from .reporting import summary
 from .reporting.reports import CacheReport, stock_report
+from .tensor_parallel import ranks, require_whole_heads, shard_facts
 
 logger = logging.get_logger(__name__)
 
@@ -61,7 +62,8 @@ class TurboQuantCache(DynamicCache):
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
-        ValueError: an unknown preset or field, or a value out of range.
+        ValueError: an unknown preset or field, a value out of range, or a model whose KV heads cannot be split over the
+            ranks of its tensor parallelism.
 
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
@@ -89,6 +91,7 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         if offloading and max_cache_len is not None:
             raise ValueError("offloading=True cannot be combined with max_cache_len: a static cache keeps its addresses.")
+        require_whole_heads(config)
         text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         settings = self.quantization
@@ -119,7 +122,7 @@ class TurboQuantCache(DynamicCache):
             self.is_decoder_only = False
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
-        self.model_facts = model_facts(text)
+        self.model_facts = model_facts(text) | shard_facts(ranks(config))
         self._begin()
 
     @classmethod

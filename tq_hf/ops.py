@@ -210,7 +210,10 @@ def device_error(device: torch.device, *tensors: Tensor | None) -> str | None:
     """What is wrong with tensors that kernels would read on `device`, by address alone; None if nothing is."""
     for tensor in tensors:
         if tensor is not None and tensor.device != device:
-            return f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there."
+            return (
+                f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there, or give all"
+                " modules of an attention layer one device in the device_map."
+            )
     return None
 
 

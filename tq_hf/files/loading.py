@@ -30,6 +30,7 @@ from ..layout import MAX_HEAD_DIM, PageLayout
 from ..pages.pool import NO_PAGE
 from ..pages.table import BlockTable
 from ..quantizer.rotary import FASTEST, Rotary
+from ..tensor_parallel import ranks, shard_facts
 from .saving import FORMAT, VERSION, model_facts
 
 if TYPE_CHECKING:
@@ -200,9 +201,10 @@ def _header(file: _File, metadata: Mapping[str, str]) -> dict[str, Any]:
 def _require_model(file: _File, header: Mapping[str, Any], config: Any) -> None:
     saved = file.get(header, "model", dict)
     file.require(all(type(value) in (str, int) for value in saved.values()), "its model facts are no plain values")
-    if config is None:
-        return
-    facts = model_facts(decoder_config(config))
+    if config is None:  # the heads of another rank would fit, and be others
+        facts = saved | shard_facts(saved.get("tp_size"))
+    else:
+        facts = model_facts(decoder_config(config)) | shard_facts(ranks(config))
     names = sorted(set(saved) | set(facts))
     other = [f"{n} {saved.get(n)!r}, this one {facts.get(n)!r}" for n in names if saved.get(n) != facts.get(n)]
     file.require(not other, f"it is of another model, with {'; '.join(other)}")

@@ -191,7 +191,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
                 f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
             )
         if value.device != key.device:
-            raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
+            raise ValueError(
+                f"key on {key.device}, value on {value.device}: expected the same device. Give all modules of an attention"
+                " layer one device in the device_map."
+            )
         rows = self.table.batch_size
         if rows is not None and key.shape[0] != rows:
             remedy = "make a new cache" if self.table.is_static else "call cache.reset() or batch_select_indices()"
@@ -204,10 +207,17 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             return
         given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
+        if given[:-1] == held[:-1] and given != held:
+            anew = "make a new cache" if self.table.is_static else "call cache.reset() and read the text again"
+            raise ValueError(
+                f"new keys are on {key.device}, and this layer's tokens are on {self.device}: the cache was filled under"
+                f" another device map. Use the model with the device_map that it had, call cache.to({str(key.device)!r}) if"
+                f" all layers are there now, or {anew}."
+            )
         if given != held:
             raise ValueError(
                 f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
-                " call cache.reset() before using it with another model, dtype or device."
+                " call cache.reset() before using it with another model, dtype, device or rank of a tensor-parallel model."
             )
 
     def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
@@ -298,9 +308,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         Raises:
             ValueError: a tensor on another device than the cache's.
         """
-        if error := ops.device_error(self.device, query, mask, aux_sinks):
-            self.drop(step)
-            raise ValueError(error)
+        self.require_device(step, query, mask, aux_sinks)
         key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)
@@ -440,6 +448,12 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             ValueError: naming both shapes.
         """
         if error := ops.mask_error(mask, query, key.shape[2]):
+            raise ValueError(error)
+
+    def require_device(self, step: Step, *tensors: Tensor | None) -> None:
+        """Refuse tensors on another device than the layer's, as of a layer split across devices, and forget the step."""
+        if error := ops.device_error(self.device, *tensors):
+            self.drop(step)
             raise ValueError(error)
 
     def drop(self, step: Step) -> None:

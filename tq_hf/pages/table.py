@@ -186,7 +186,7 @@ class BlockTable:
         if isinstance(length, Tensor):
             for device_table in self._devices.values():
                 start = device_table.row_start
-                start.copy_(torch.where(start >= length, first.to(start), start))
+                start.copy_(torch.where(start >= length.to(start.device), first.to(start), start))
         elif self._padding_noted != length + new:
             self._padding_noted = length + new
             self._start_rows_at(
