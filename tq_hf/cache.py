@@ -240,7 +240,8 @@ class TurboQuantCache(DynamicCache):
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
-        kinds = zip(self.is_linear, getattr(self, "is_dummy", self.is_linear), self.is_sliding, strict=True)
+        dummies: Any = getattr(self, "is_dummy", self.is_linear)  # older transformers have none
+        kinds = zip(self.is_linear, dummies, self.is_sliding, strict=True)
         if not all(linear or dummy or (only_non_sliding and sliding) for linear, dummy, sliding in kinds):
             super().prefetch(layer_idx, only_non_sliding)
 

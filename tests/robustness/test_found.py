@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.robustness.invariants import check_invariants
 from tests.test_cache import CONFIG, filled, states
 from tests.test_cache_fork import SMALL, content, extend, same
 from tests.tiny_models import tiny_model
@@ -105,3 +106,32 @@ def test_a_layer_that_nobody_reads_shares_its_row_starts_with_the_others() -> No
             cache.layers[layer].commit(steps[layer], mask if layer else None)
         for layer in range(2):
             assert torch.equal(cache.layers[layer].unpacked()[0][:, :, 50:], key[:, :, 50:]), (reads_first, layer)
+
+
+# -- what random sequences come to too seldom --------------------------------------------------------------------------
+def test_a_pool_that_is_renumbered_is_so_for_all_forks() -> None:
+    cache = filled(100, "raw", **SMALL)
+    forks = cache.fork(8)
+    for i, fork in enumerate(forks):
+        extend(fork, 160, seed=30 + i)
+    kept, before = forks[5:7], [content(fork) for fork in forks[5:7]]
+    capacity = cache.table.pages.capacity
+    del cache, fork, forks
+    extend(kept[0], 32, seed=99)
+    assert kept[0].table.pages.capacity < capacity
+    for held, was in zip(kept, before, strict=True):
+        check_invariants(held)
+        assert same([t[:, :, :260] for t in content(held)], was)
+
+
+def test_pages_that_are_written_after_an_offload_are_offloaded_anew() -> None:
+    cache, plain = (filled(150, "raw", **SMALL) for _ in range(2))
+    for held in (cache, plain):
+        for seed in (5, 6):
+            for layer in held.packed_layers if held is cache else ():
+                layer.offload()
+            held.crop(-70)
+            extend(held, 70, seed=seed)  # into pages that the crop has freed
+    for layer in cache.packed_layers:
+        layer.offload()
+    assert same(content(cache), content(plain))
