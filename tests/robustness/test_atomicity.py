@@ -404,3 +404,26 @@ def test_a_static_cache_says_that_a_pass_ended_early() -> None:
                 model(ids[:, -1:], past_key_values=cache)
         cache.reset()
         assert torch.equal(generate(model, ids, cache), wanted)
+
+
+def test_no_memory_for_a_smaller_pool() -> None:
+    """A crop after which most pages are unused copies the others, of all layers or of none."""
+    cache = cache_of("full", 700, 1)
+    before = state_of(cache)
+    undisturbed = copy.deepcopy(cache)
+    undisturbed.crop(-620)
+    assert undisturbed.table.pages.capacity < cache.table.pages.capacity
+    after = state_of(undisturbed)
+    wanted = forward(undisturbed, 33, seed=5)
+    measured = copy.deepcopy(cache)
+    for place in places(lambda _: measured.crop(-620), OutOfMemory, None):
+        tried = copy.deepcopy(cache)
+        with expected(OutOfMemory(place)):
+            tried.crop(-620)
+        count("faults injected: out of memory")
+        if tried.get_seq_length() == 701:
+            assert equal(state_of(tried), before)
+            tried.crop(-620)
+        assert equal(state_of(tried), after)
+        assert equal(forward(tried, 33, seed=5), wanted)
+        require_sound(tried)
