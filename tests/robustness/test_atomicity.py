@@ -409,15 +409,21 @@ def test_a_static_cache_says_that_a_pass_ended_early() -> None:
 def test_no_memory_for_a_smaller_pool() -> None:
     """A crop after which most pages are unused copies the others, of all layers or of none."""
     cache = cache_of("full", 700, 1)
-    before = state_of(cache)
-    undisturbed = copy.deepcopy(cache)
+
+    def second_row() -> TurboQuantCache:
+        one = copy.deepcopy(cache)
+        one.batch_select_indices(torch.tensor([1]))
+        return one
+
+    undisturbed, measured = second_row(), second_row()
+    before, capacity = state_of(undisturbed), undisturbed.table.pages.capacity
+    assert undisturbed.table.rows[0] != list(range(len(undisturbed.table.rows[0])))  # they will have other numbers
     undisturbed.crop(-620)
-    assert undisturbed.table.pages.capacity < cache.table.pages.capacity
+    assert undisturbed.table.pages.capacity < capacity
     after = state_of(undisturbed)
     wanted = forward(undisturbed, 33, seed=5)
-    measured = copy.deepcopy(cache)
     for place in places(lambda _: measured.crop(-620), OutOfMemory, None):
-        tried = copy.deepcopy(cache)
+        tried = second_row()
         with expected(OutOfMemory(place)):
             tried.crop(-620)
         count("faults injected: out of memory")
