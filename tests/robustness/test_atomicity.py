@@ -405,3 +405,32 @@ def test_a_static_cache_says_that_a_pass_ended_early() -> None:
                 model(ids[:, -1:], past_key_values=cache)
         cache.reset()
         assert torch.equal(generate(model, ids, cache), wanted)
+
+
+def test_no_memory_for_a_smaller_pool() -> None:
+    """A crop after which most pages are unused copies the others, of all layers or of none."""
+    cache = cache_of("full", 700, 1)
+
+    def second_row() -> TurboQuantCache:
+        one = copy.deepcopy(cache)
+        one.batch_select_indices(torch.tensor([1]))
+        return one
+
+    undisturbed, measured = second_row(), second_row()
+    before, capacity = state_of(undisturbed), undisturbed.table.pages.capacity
+    assert undisturbed.table.rows[0] != list(range(len(undisturbed.table.rows[0])))  # they will have other numbers
+    undisturbed.crop(-620)
+    assert undisturbed.table.pages.capacity < capacity
+    after = state_of(undisturbed)
+    wanted = forward(undisturbed, 33, seed=5)
+    for place in places(lambda _: measured.crop(-620), OutOfMemory, None):
+        tried = second_row()
+        with expected(OutOfMemory(place)):
+            tried.crop(-620)
+        count("faults injected: out of memory")
+        if tried.get_seq_length() == 701:
+            assert equal(state_of(tried), before)
+            tried.crop(-620)
+        assert equal(state_of(tried), after)
+        assert equal(forward(tried, 33, seed=5), wanted)
+        require_sound(tried)
