@@ -25,10 +25,10 @@ from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .hybrid_layer import HybridLayer
 from .layer import TurboQuantLayer
-from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
+from .layout import PageLayout
 from .model_layers import decoder_config, plan
 from .pages import BlockTable
-from .reports import CacheReport, stock_report
+from .reports import CacheReport, not_stored, stock_report
 from .rotary import rotary_of
 from .saving import model_facts
 from .sliding import SlidingLayer, SlidingTable
@@ -116,6 +116,7 @@ class TurboQuantCache(DynamicCache):
         if config.is_encoder_decoder:
             self.is_decoder_only = False
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
+        self._number_layers()
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
         self.model_facts = model_facts(text)
 
@@ -124,12 +125,18 @@ class TurboQuantCache(DynamicCache):
         """A cache of layers and tables that are there already, in the order of `tables` (`load`)."""
         cache = cls.__new__(cls)
         Cache.__init__(cache, layers=layers)
+        cache._number_layers()
         cache.table, *sliding = tables
         cache.sliding_tables = {table.window: table for table in sliding}
         cache.offloading, cache.only_non_sliding = offloading
         for name, value in attributes.items():
             setattr(cache, name, value)
         return cache
+
+    def _number_layers(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, TurboQuantLayer):
+                layer.index = i
 
     @property
     def packed_layers(self) -> list[TurboQuantLayer]:
@@ -429,26 +436,18 @@ class TurboQuantCache(DynamicCache):
         return CacheReport(self.preset, tuple(layers), sum(t.nbytes for table in self.tables for t in table.tensors()))
 
     def check(self) -> None:
-        """Raise if something could not be stored as given.
+        """Raise if the model produced states that cannot be stored as given.
 
         Raises:
-            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero), or a number
-                beyond its stored format (a scale beyond fp16, an fp8 key beyond 448; stored saturated).
+            ValueError: naming layer and KV heads that were given a non-finite key or value (packed, it is stored as zero;
+                an exact token keeps it), or a number beyond its stored format (a scale beyond fp16, an fp8 key beyond
+                448; stored saturated).
         """
-        kinds = (
-            (NON_FINITE_KEY, "a non-finite key"),
-            (NON_FINITE_VALUE, "a non-finite value"),
-            (SATURATED, "a number beyond its stored format"),
-        )
         found = []
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, TurboQuantLayer) or not layer.is_initialized:
-                continue
-            layer.flush()
-            flags = layer.flags.tolist()
-            for bit, what in kinds:
-                if heads := [h for h, flag in enumerate(flags) if flag & bit]:
-                    found.append(f"layer {i}, KV heads {heads}: {what}")
+            if isinstance(layer, TurboQuantLayer) and layer.is_initialized:
+                layer.flush()
+                found += [f"layer {i}, {what}" for what in not_stored(layer)]
         if found:
             raise ValueError(
                 "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, larger"
