@@ -372,10 +372,12 @@ class TurboQuantCache(DynamicCache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a safetensors file, from which `load` goes on bit for bit.
 
-        Of the pages, only those in use are written; forks are saved one by one.
+        Of the pages, only those in use are written; forks are saved one by one. The file holds the text's states: its owner
+        alone may read it. A file that was there is replaced in one step, and so is a link.
 
         Raises:
-            ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            ValueError: naming a layer of transformers' that cannot be saved, or layers of different lengths, which an
+                interrupted forward pass leaves. No file is written then.
             OSError: the file cannot be written.
         """
         self._settled_layers()

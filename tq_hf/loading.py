@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
 _LARGEST = 2**31 - 1  # of any position, count or page number
+_LARGEST_EXACT = 1 << 17  # tokens of a window, or sinks, that no tensor in the file proves
+# A static table on the host: an entry's start and count, and a row's number for it.
+_SPAN_BYTES, _ID_BYTES = 128, 48
 
 
 @dataclass
@@ -109,12 +113,18 @@ def load(
 ) -> TurboQuantCache:
     """`TurboQuantCache.load`."""
     if config is not None and not isinstance(config, PretrainedConfig):
-        raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None.")
+        raise ValueError(
+            f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None."
+        )
     name = os.fspath(path)
     try:
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used here: {error}") from None
+    if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would wait for somebody to write to it
+        raise ValueError(
+            f"{name} cannot be loaded as a TurboQuantCache: it is a folder, a pipe or a device, not a file."
+        )
     try:
         with safe_open(name, framework="pt", device="cpu") as opened:
             return _load(cls, _File(name, opened), opened.metadata() or {}, config, target)
@@ -135,6 +145,8 @@ def _load(
     file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
     quantization, preset = _config(file, file.get(header, "quantization", dict)), file.get(header, "preset", str)
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
+    exact = replace(quantization, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
+    file.require({*configs} <= {quantization, exact}, "its layers' configs are not those of its quantization")
     rotaries = [_rotary(file, r) for r in file.get(header, "rotaries", list)]
     is_decoder_only = file.get(header, "is_decoder_only", bool)
     tables: list[_Table] = []
@@ -160,7 +172,8 @@ def _load(
     unexpected = sorted(set(file.slices) - file.expected)
     file.require(not unexpected, f"it has tensors that belong to nothing: {unexpected[:5]}")
     _require_layers(cls, file, layers, quantization, max_cache_len, config)
-    _require_memory(file, layers, states)
+    _require_agreement(file, tables, layers, states, described)
+    _require_memory(file, tables, layers, states)
 
     # Everything fits: from here on, tensors are made.
     for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
@@ -244,6 +257,8 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
         file.require((page_size, sink_tokens, recent_window) == same, f"a table with a window has not the sizes {same}")
         held = _Table(table, pages)
     if rows is None:
+        size = max(sink_tokens, recent_window)
+        file.require(size <= _LARGEST_EXACT, f"an empty cache that keeps {size} tokens exact is none that was saved")
         return held
     prefix = f"tables.{len(before)}."
     file.number(described, "rows", 1)
@@ -342,6 +357,7 @@ def _packed(
     fits = rows > 0 and packed_end == end and length - packed_end <= ring and (length >= packed_end or not used)
     fits = fits and (table.max_cache_len is None or length <= table.max_cache_len)
     fits = fits and all(start <= length for start in held.row_start)
+    fits = fits and (not isinstance(table, SlidingTable) or table.kept_from <= table.origin + length)
     file.require(fits, f"layer {i} has counters {counters} that do not fit its entries and rows")
 
     prefix, dtype = f"layers.{i}.", _BY_NAME[name]
@@ -407,9 +423,42 @@ def _require_layers(
         )
 
 
-def _require_memory(file: _File, layers: Sequence[Any], states: Sequence[_Packed | None]) -> None:
-    """A static cache must fit the memory of its devices."""
+def _require_agreement(
+    file: _File,
+    tables: Sequence[_Table],
+    layers: Sequence[Any],
+    states: Sequence[_Packed | None],
+    described: Sequence[Mapping[str, Any]],
+) -> None:
+    """All layers must hold the same rows and the same tokens."""
+    rows, lengths = set[int](), set[int]()
+    for held in tables:
+        of_it = [state for layer, state in zip(layers, states) if state and layer.table is held.table]
+        file.require(bool(of_it) == bool(held.row_start), "a block table has rows of no layer, or a layer no rows")
+        same = all(state.counters == of_it[0].counters for state in of_it)
+        file.require(same, "layers of one block table hold different numbers of tokens")
+        rows |= {state.rows for state in of_it}
+        lengths |= {held.table.origin + state.counters[0] for state in of_it}
+    for i, made in enumerate(described):
+        shapes = {name: s.get_shape() for name, s in file.slices.items() if name.startswith(f"layers.{i}.")}
+        if states[i] is not None:
+            shapes = {name: shape for name, shape in shapes.items() if ".hybrid." in name}
+        rows |= {shape[0] for shape in shapes.values()}
+        if (keys := shapes.get(f"layers.{i}.keys")) is not None:
+            lengths.add(made["numbers"].get("cumulative_length", keys[2]))
+    file.require(len(rows) <= 1, f"its layers have {sorted(rows)} rows")
+    file.require(len(lengths) <= 1, f"its layers hold {sorted(lengths)} tokens")
+
+
+def _require_memory(
+    file: _File, tables: Sequence[_Table], layers: Sequence[Any], states: Sequence[_Packed | None]
+) -> None:
+    """A static cache must fit the memory of its devices, and its block table that of the host."""
     needed: dict[torch.device, int] = {}
+    for held in tables:
+        if held.table.is_static and held.row_start:
+            size = held.table.static_entries * (_SPAN_BYTES + len(held.row_start) * _ID_BYTES)
+            needed[torch.device("cpu")] = size
     for layer, state in zip(layers, states, strict=True):
         if state is not None and layer.table.is_static:
             pages = state.rows * layer.table.static_entries
