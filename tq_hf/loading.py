@@ -121,16 +121,22 @@ def load(
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used here: {error}") from None
-    if not stat.S_ISREG(os.stat(name).st_mode):  # opening a pipe would wait for somebody to write to it
-        raise ValueError(
-            f"{name} cannot be loaded as a TurboQuantCache: it is a folder, a pipe or a device, not a file."
-        )
+    descriptor = os.open(
+        name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # a pipe would wait for somebody to write to it
     try:
-        with safe_open(name, framework="pt", device="cpu") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(
+                f"{name} cannot be loaded as a TurboQuantCache: it is a folder, a pipe or a device, not a file."
+            )
+        # safetensors opens a file twice, for its header and for its tensors; by name, another could be there by then.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as opened:
             return _load(cls, _File(name, opened), opened.metadata() or {}, config, target)
     except SafetensorError as error:
         what = f"it is no complete safetensors file ({error})"
         raise ValueError(f"{name} cannot be loaded as a TurboQuantCache: {what}.") from None
+    finally:
+        os.close(descriptor)
 
 
 def _load(
@@ -445,7 +451,8 @@ def _require_agreement(
             shapes = {name: shape for name, shape in shapes.items() if ".hybrid." in name}
         rows |= {shape[0] for shape in shapes.values()}
         if (keys := shapes.get(f"layers.{i}.keys")) is not None:
-            lengths.add(made["numbers"].get("cumulative_length", keys[2]))
+            numbers = made["numbers"]  # of a full static window, only the second is right
+            lengths.add(numbers.get("cumulative_length_int", numbers.get("cumulative_length", keys[2])))
     file.require(len(rows) <= 1, f"its layers have {sorted(rows)} rows")
     file.require(len(lengths) <= 1, f"its layers hold {sorted(lengths)} tokens")
 

@@ -111,8 +111,8 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
 def _require_same_length(cache: TurboQuantCache) -> None:
     lengths = set()
     for layer in cache.layers:
-        holds_keys = layer.is_initialized if isinstance(layer, TurboQuantLayer) else "keys" in stock_layers.contents(layer)[1]
-        if holds_keys:
+        is_packed = isinstance(layer, TurboQuantLayer)
+        if layer.is_initialized if is_packed else "keys" in stock_layers.contents(layer)[1]:
             lengths.add(int(layer.get_seq_length()))
     if len(lengths) > 1:
         raise ValueError(

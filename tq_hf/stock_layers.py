@@ -166,6 +166,8 @@ def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ..
     length = numbers.get("cumulative_length", keys[2])
     if isinstance(layer, cache_utils.StaticLayer):
         fits = keys[2] == layer.max_cache_len and length <= layer.max_cache_len
+        counted = numbers.get("cumulative_length_int", length)
+        fits = fits and (counted == length or counted > layer.max_cache_len)
     elif isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
         fits = min(length, layer.sliding_window - 1) <= keys[2] <= length
     else:

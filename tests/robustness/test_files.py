@@ -6,9 +6,12 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,9 @@ from hypothesis import strategies as st
 from tests.robustness.counts import count
 from tests.robustness.saved_files import SAVED, Largest, broken, config_of, join, save, split, use
 from tests.test_cache import CONFIG, filled
-from tests.test_cache_fork import content, extend, same
 from tests.test_cache_fork import SMALL as TWO_LAYERS
-from tq_hf import TurboQuantCache
+from tests.test_cache_fork import content, extend, same
+from tq_hf import TurboQuantCache, loading
 
 ROOT = Path(__file__).parents[2]
 EACH = int(os.environ.get("TQ_HF_FUZZED_FILES", "560")) // len(SAVED)  # files made of each saved cache
@@ -51,7 +54,9 @@ def load_or_refuse(path: Path, data: bytes, config: Any = None) -> TurboQuantCac
         tracemalloc.stop()
     assert peak < 40 * len(data) + (1 << 20), f"{peak:,} bytes of Python objects for a file of {len(data):,}"
     if cache is None or not cache.table.is_static:  # whose size is in its header, and checked against the memory
-        assert largest.nbytes <= 2 * len(data) + (1 << 12), f"a tensor of {largest.nbytes:,} for a file of {len(data):,}"
+        assert largest.nbytes <= 2 * len(data) + (1 << 12), (
+            f"a tensor of {largest.nbytes:,} for a file of {len(data):,}"
+        )
     return cache
 
 
@@ -218,7 +223,14 @@ def test_loading_executes_nothing(saved: dict[str, bytes], tmp_path: Path, monke
     sys.addaudithook(hook)
     watching = True
     try:
-        names = ("os.system", "__import__('os').system('false')", "builtins.eval", "torch.load", "DynamicCache", "__class__")
+        names = (
+            "os.system",
+            "__import__('os').system('false')",
+            "builtins.eval",
+            "torch.load",
+            "DynamicCache",
+            "__class__",
+        )
         for name, (i, layer) in itertools.product(names, enumerate(ours["layers"])):
             where = ("layers", i, "layer", "class") if layer["kind"] == "transformers" else ("layers", i, "kind")
             with pytest.raises(ValueError, match="cannot be loaded"):
@@ -268,7 +280,9 @@ def test_links_are_read_through_and_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-def test_the_unfinished_file_is_not_one_that_others_have_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unfinished_file_is_not_one_that_others_have_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link of its name would lead the bytes elsewhere: the name is random, and it must be new."""
     (tmp_path / "victim").write_bytes(b"precious")
     monkeypatch.setattr("tq_hf.saving.secrets.token_hex", lambda n: "guessed")
@@ -279,17 +293,33 @@ def test_the_unfinished_file_is_not_one_that_others_have_put_there(tmp_path: Pat
     assert (tmp_path / "cache.guessed.part").is_symlink()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-def test_permissions_are_told(tmp_path: Path) -> None:
+@contextmanager
+def as_nobody() -> Iterator[Path]:
+    """A folder of somebody who may not do everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+def test_permissions_are_told() -> None:
     cache = filled(50)
-    cache.save(tmp_path / "cache")
-    (tmp_path / "cache").chmod(0)
-    with pytest.raises(PermissionError):
-        TurboQuantCache.load(tmp_path / "cache")
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError):
-        cache.save(tmp_path / "other")
-    tmp_path.chmod(0o700)
+    with as_nobody() as folder:
+        cache.save(folder / "cache")
+        (folder / "cache").chmod(0)
+        with pytest.raises(PermissionError):
+            TurboQuantCache.load(folder / "cache")
+        folder.chmod(0o500)
+        with pytest.raises(PermissionError):
+            cache.save(folder / "other")
+        assert [file.name for file in folder.iterdir()] == ["cache"]
+        folder.chmod(0o700)
 
 
 def test_a_file_is_its_owners(tmp_path: Path) -> None:
@@ -334,6 +364,36 @@ while time.monotonic() < end or saved < 5:
     saved += 1
 print(saved)
 """
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Header and tensors are those of one file, though safetensors opens it once for each."""
+    old, new = filled(150, **TWO_LAYERS), filled(70, **TWO_LAYERS)
+    old.save(tmp_path / "cache")
+    opens = loading.safe_open
+
+    def replaced(*args: Any, **options: Any) -> Any:
+        new.save(tmp_path / "cache")
+        return opens(*args, **options)
+
+    class ReplacedLater:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.opened = opens(*args, **options)
+
+        def __enter__(self) -> Any:
+            entered = self.opened.__enter__()
+            new.save(tmp_path / "cache")
+            return entered
+
+        def __exit__(self, *exception: Any) -> Any:
+            return self.opened.__exit__(*exception)
+
+    for way in (replaced, ReplacedLater):
+        old.save(tmp_path / "cache")
+        monkeypatch.setattr(loading, "safe_open", way)
+        assert same(content(TurboQuantCache.load(tmp_path / "cache")), content(old))
+        monkeypatch.setattr(loading, "safe_open", opens)
+        assert same(content(TurboQuantCache.load(tmp_path / "cache")), content(new))
 
 
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:

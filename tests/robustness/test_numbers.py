@@ -1,4 +1,4 @@
-"""Numbers that models produce on bad days: what comes out is finite where what went in was, and one bad token stays alone."""
+"""Extreme numbers: what comes out is finite where what went in was, and a token that is not finite stays alone."""
 
 from __future__ import annotations
 
