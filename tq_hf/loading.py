@@ -148,7 +148,8 @@ def _load(
     if max_cache_len is not None:
         file.number(header, "max_cache_len", 1)
     offloading = file.get(header, "offloading", list)
-    file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
+    fits = len(offloading) == 2 and all(type(v) is bool for v in offloading)
+    file.require(fits and not (offloading[0] and max_cache_len is not None), f"offloading is {str(offloading)[:80]}")
     quantization, preset = _config(file, file.get(header, "quantization", dict)), file.get(header, "preset", str)
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
     exact = replace(quantization, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
@@ -172,7 +173,7 @@ def _load(
             layers.append(built)
             states.append(state)
         else:
-            layers.append(_stock(file, i, f"layers.{i}.", layer))
+            layers.append(_stock(file, i, f"layers.{i}.", layer, target))
             states.append(None)
     file.require(bool(layers), "it has no layers")
     unexpected = sorted(set(file.slices) - file.expected)
@@ -335,7 +336,7 @@ def _packed(
         file.require(hybrid is None, f"layer {i} has both a window and a recurrent state")
         layer = SlidingLayer(config, table, preset, rotary)
     elif hybrid is not None:
-        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid)
+        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid, target)
         file.require(type(linear) is LinearAttentionLayer, f"layer {i} has no recurrent state, but {linear}")
         layer = HybridLayer(config, table, preset, rotary, number_of_states=linear.number_of_states)
     else:
@@ -378,7 +379,8 @@ def _packed(
     return layer, _Packed(layout, dtype, heads, device, rows, counters)
 
 
-def _stock(file: _File, i: int, prefix: str, described: Any) -> Any:
+def _stock(file: _File, i: int, prefix: str, described: Any, target: torch.device | None) -> Any:
+    _device(file, described, target)
     found = {name: s for name, s in file.slices.items() if name.startswith(prefix)}
     shapes = {name.removeprefix(prefix): tuple(s.get_shape()) for name, s in found.items()}
     kinds = {name.removeprefix(prefix): _DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}

@@ -158,6 +158,8 @@ def check_contents(
         if dtypes.get("keys") != dtypes.get("values"):
             raise ValueError(f"keys of {dtypes.get('keys')} and values of {dtypes.get('values')} do not fit together")
         _check_attention(layer, numbers, shapes.get("keys", ()), shapes.get("values", ()))
+    elif numbers.get("cumulative_length", 0) or numbers.get("cumulative_length_int", 0):
+        raise ValueError(f"a {type(layer).__name__} of {dict(numbers)} has no keys")
 
 
 def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ...], values: tuple[int, ...]) -> None:

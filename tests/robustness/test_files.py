@@ -112,6 +112,24 @@ def test_layers_of_different_lengths_are_refused(saved: dict[str, bytes], tmp_pa
         TurboQuantCache.load(tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("name", "where", "value", "message"),
+    [
+        ("static", ("offloading",), [True, True], "offloading is"),
+        ("empty", ("layers", 0, "numbers", "cumulative_length"), 7, "has no keys"),
+        ("mixed", ("layers", 0, "device"), 7, "device='7'"),
+        ("mixed static", ("layers", 0, "numbers", "cumulative_length_int"), 9, "24 stored keys do not fit"),
+    ],
+)
+def test_entries_that_contradict_each_other_are_refused(
+    saved: dict[str, bytes], name: str, where: tuple[Any, ...], value: Any, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_bytes(changed(saved[name], *where, value=value))
+    with Largest() as largest, pytest.raises(ValueError, match=message):
+        TurboQuantCache.load(tmp_path / "cache")
+    assert largest.nbytes <= 2 * len(saved[name])
+
+
 def test_a_cache_whose_forward_pass_was_interrupted_is_not_saved(tmp_path: Path) -> None:
     cache = filled(100, **TWO_LAYERS)
     key = torch.zeros(1, 2, 5, 64)
