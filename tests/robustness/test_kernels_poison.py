@@ -20,11 +20,11 @@ from tq_hf.kernels import attend, commit, gather
 POISON = float("nan")
 ATTEND = [
     Case(length=100),
-    Case(preset="4bit_nc", length=140, rows=2, row_start=(0, 70), mask="row"),
-    Case(preset="tq2", length=200, queries=3, group=2, mask="query"),
+    Case(preset="4bit_nc", dim=32, length=140, rows=2, row_start=(0, 70), mask="row"),
+    Case(preset="tq2", dim=32, length=170, queries=3, mask="query"),
     Case(preset="k8v4", length=70, queries=20, causal=True),
     Case(preset="raw", dim=80, length=140, group=4, aux_sinks=True),
-    Case(preset="tq3", length=250, queries=18, group=2, heads=2),
+    Case(preset="tq3", dim=32, length=170, queries=18),
     Case(length=3, queries=1),
 ]
 
@@ -69,7 +69,7 @@ def test_attention_writes_every_element(case: Case, device: str, poison: list[in
 @pytest.mark.parametrize("name", ["tq4", "k8v4", "raw"])
 def test_commit_and_gather_write_every_element(name: str, device: str, poison: list[int]) -> None:
     """`fresh_state` holds garbage where nothing is written: what is read of it later is what was written since."""
-    case = preset(name, 64, FP16, page_size=32, recent_window=5, sink_tokens=2)
+    case = preset(name, 32, FP16, page_size=32, recent_window=5, sink_tokens=2)
     generator = torch.Generator().manual_seed(0)
     results = []
     for garbage in (0, 1):
@@ -92,17 +92,17 @@ def test_commit_and_gather_write_every_element(name: str, device: str, poison: l
 @pytest.mark.parametrize("name", ["tq4", "k8v4", "raw"])
 def test_a_bad_token_changes_no_other_row_in_the_kernels(name: str, device: str) -> None:
     """Row 1 gets a bad key in a page and a bad value in the ring: the other row's bytes and outputs stay, bit for bit."""
-    case = preset(name, 64, FP16, page_size=32, recent_window=5, sink_tokens=2)
+    case = preset(name, 32, FP16, page_size=32, recent_window=5, sink_tokens=2)
     runs = []
     for is_bad in (False, True):
         generator = torch.Generator().manual_seed(0)
         state: State = fresh_state(case, 60, [0, 0], generator).to(device)
         key, value = (t.to(device) for t in random_tokens(case, 60, generator))
-        query = torch.randn(2, 4, 1, 64, generator=generator).to(device, FP16)
+        query = torch.randn(2, 4, 1, 32, generator=generator).to(device, FP16)
         if is_bad:
             key[1, 0, 20, 3], value[1, 1, 57, 0] = torch.nan, torch.inf
         commit_chunks(commit, state, case, key[:, :, :59], value[:, :, :59], (45, 1, 13), None)
-        rest = (None, None, case.layout.name, 0.125, 0.0, True, state.page_ids.shape[1])
+        rest = (None, None, case.layout.name, 0.177, 0.0, True, state.page_ids.shape[1])
         output = attend(query, key[:, :, 59:], value[:, :, 59:], *state.read, *rest)
         runs.append((state, output))
     (clean, expected), (dirty, output) = runs
@@ -127,7 +127,7 @@ def test_a_bad_token_changes_no_other_row_in_the_kernels(name: str, device: str)
 @pytest.mark.parametrize("name", ["tq4", "k8v4"])
 def test_a_row_of_the_kernels_does_not_depend_on_its_batch_mates(name: str, device: str) -> None:
     """Packed bytes are the same beside other rows; attention's splits, and with them its rounding, may differ."""
-    case = preset(name, 64, FP16, page_size=32, recent_window=5, sink_tokens=2, balance_keys=False)
+    case = preset(name, 32, FP16, page_size=32, recent_window=5, sink_tokens=2, balance_keys=False)
     packed = []
     for mate in (1, 2):
         state = fresh_state(case, 60, [0, 0], torch.Generator().manual_seed(0)).to(device)
