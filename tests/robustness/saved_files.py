@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from functools import lru_cache
@@ -179,7 +180,7 @@ def broken(draw: st.DrawFn, data: bytes) -> bytes:
         else:
             values = header[name]["shape" if change == "shape" else "data_offsets"]
             if values:
-                values[draw(st.integers(0, len(values) - 1))] = draw(NASTY)
+                values[draw(st.integers(0, len(values) - 1))] = copy.deepcopy(draw(NASTY))
         return join(header, tensors)
     for _ in range(draw(st.integers(1, 3))):
         ours = header["__metadata__"]["header"]
@@ -189,11 +190,11 @@ def broken(draw: st.DrawFn, data: bytes) -> bytes:
             holder = holder[step]
         value = holder[path[-1]]
         near = [value + d for d in (-32, -1, 1, 32)] if type(value) is int else []
-        change = draw(st.sampled_from(["delete", "repeat", *near]) | NASTY)
+        change = copy.deepcopy(draw(st.sampled_from(["delete", "repeat", *near]) | NASTY))
         if change == "delete":
             del holder[path[-1]]
         elif change == "repeat" and isinstance(holder, list):
-            holder.append(value)
+            holder.append(copy.deepcopy(value))
         else:
             holder[path[-1]] = change
         if not ours:
