@@ -334,6 +334,23 @@ def test_a_new_chat_ends_the_answer_that_is_being_written(
     assert not any(thread.name == "tq_hf-stream" for thread in threading.enumerate())
 
 
+def test_the_end_of_an_old_answer_leaves_a_new_chats_question_on_the_page(
+    page: chat.Chat, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SHOW_SECONDS", 0.0)
+    old = page.respond(page.begin("Question", "", [], visitor())[2], [], folder, "tq2", 400, 0.0, visitor())
+    next(old)
+    page.restart(folder, "tq2", visitor())
+    asked = page.begin("Answer", "", [], visitor())[2]
+    *_, end = old
+    assert end[CHAT] == [{"role": "user", "content": "Answer"}] and chat.WAITING in end[STATUS]
+    assert end[STOP]["visible"] and not end[SEND]["visible"]
+    assert end[MESSAGES] == end[GROWTH] == {"__type__": "update"}
+    *_, end = page.respond(asked, [], folder, "tq2", 12, 0.0, visitor())
+    assert [said["role"] for said in end[MESSAGES]] == ["user", "assistant"] and end[SEND]["visible"]
+    assert page.sessions.waiting("v") == page.sessions.waiting("nobody") == []
+
+
 def test_one_question_at_a_time(page: chat.Chat) -> None:
     asked = page.begin("Question", "", [], visitor())[2]
     refused = page.begin("Answer", "", asked, visitor())

@@ -166,7 +166,7 @@ def test_a_chat_shows_the_bytes_that_its_cache_has(browser: Browser, demo: Serve
     page.close()
 
 
-def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served, slow: None) -> None:
+def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served, slow: SimpleNamespace) -> None:
     message_box(page).fill("Question")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#meter [data-nbytes]")).to_be_visible()
@@ -180,7 +180,7 @@ def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served,
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
-def test_a_new_chat_while_waiting_can_be_begun_again(browser: Browser, demo: Served, slow: None) -> None:
+def test_a_new_chat_while_waiting_can_be_begun_again(browser: Browser, demo: Served, slow: SimpleNamespace) -> None:
     first, second = visit(browser, demo.address), visit(browser, demo.address)
     for page in (first, second):
         message_box(page).fill("Question")
@@ -190,21 +190,23 @@ def test_a_new_chat_while_waiting_can_be_begun_again(browser: Browser, demo: Ser
     second.get_by_role("button", name="New chat").click()
     expect(second.get_by_role("button", name="Send")).to_be_visible()
     first.get_by_role("button", name="Stop").click()
+    slow.seconds = 0
     send(second, "Answer")
     first.close()
     second.close()
 
 
 @pytest.fixture
-def slow(demo: Served) -> Iterator[None]:
-    """A model that takes its time, so that there is something to stop."""
+def slow(demo: Served) -> Iterator[SimpleNamespace]:
+    """A model that takes its time (half a minute an answer), so that there is something to stop on a busy machine too."""
     model = demo.models.get(demo.folder).model
-    hook = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    yield
+    pace = SimpleNamespace(seconds=0.3)
+    hook = model.register_forward_pre_hook(lambda *_: time.sleep(pace.seconds))
+    yield pace
     hook.remove()
 
 
-def test_an_answer_stops_and_the_chat_goes_on(page: Page, demo: Served, slow: None) -> None:
+def test_an_answer_stops_and_the_chat_goes_on(page: Page, demo: Served, slow: SimpleNamespace) -> None:
     message_box(page).fill("Question")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#chat-status")).to_contain_text("Writing")

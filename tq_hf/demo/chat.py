@@ -25,6 +25,8 @@ EXAMPLES = [
 ]
 DOCUMENT = chapters(1, 2, 4)
 MESSAGE_CHARACTERS = 60_000
+WAITING = "Waiting for the model …"
+NEW_CHAT = "A new chat: the cache is empty."
 BREAK = "\n\n---\n\n"  # between the document and the first question
 SHOWN = "shown"  # of a message that holds the document as well: the question alone
 
@@ -97,9 +99,11 @@ class Chat:
         if (length := len(message["content"])) > MESSAGE_CHARACTERS:
             said = f"This message has {length:,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
             return gr.skip(), gr.skip(), gr.skip(), panels.error(said), *buttons(False)
-        self.sessions.get(str(request.session_hash)).stop.clear()
         messages = [*messages, message]
-        return "", display(messages), messages, panels.status("Waiting for the model …"), *buttons(True)
+        session = self.sessions.get(str(request.session_hash))
+        session.stop.clear()
+        session.waiting = messages
+        return "", display(messages), messages, panels.status(WAITING), *buttons(True)
 
     def respond(
         self,
@@ -117,6 +121,7 @@ class Chat:
             yield (gr.skip(),) * 9
             return
         session = self.sessions.get(session_id)
+        session.waiting = []
         if len(messages) == 1:
             growth = []
         answer: Answer | None = None
@@ -129,11 +134,12 @@ class Chat:
                     if session.stop.is_set():
                         break
         except Exception as error:
-            yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.error(explain(error)), *buttons(False)
-            return
-        if session.over:  # a new chat has begun meanwhile, and the page shows that one
-            meter = self.promise([], model, preset)
-            yield gr.skip(), [], gr.skip(), gr.skip(), meter, "", gr.skip(), *buttons(False)
+            if not session.over:
+                said = panels.error(explain(error))
+                yield *taken_back(messages), growth, gr.skip(), gr.skip(), said, *buttons(False)
+                return
+        if session.over:
+            yield self._as_it_is(session_id, model, preset)
             return
         if answer is None:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.status("Stopped."), *buttons(False)
@@ -153,6 +159,14 @@ class Chat:
             said,
             *buttons(False),
         )
+
+    def _as_it_is(self, session_id: str, model: str, preset: str) -> tuple[Any, ...]:
+        """A new chat has begun meanwhile, and this answer's last words may have been painted over it: paint it again. Its
+        first question may be waiting already; messages and growth are its own, and stay."""
+        waiting = self.sessions.waiting(session_id)
+        said = panels.status(WAITING if waiting else NEW_CHAT)
+        meter = self.promise([], model, preset)
+        return gr.skip(), display(waiting), gr.skip(), gr.skip(), meter, "", said, *buttons(bool(waiting))
 
     def _shown(self, messages: list[Message], growth: Growth, preset: str, answer: Answer) -> tuple[Any, ...]:
         chat = display([*messages, {"role": "assistant", "content": answer.text}])
@@ -179,8 +193,7 @@ class Chat:
     def restart(self, model: str, preset: str, request: gr.Request) -> tuple[Any, ...]:
         """Values for chat, messages, growth, meter, chart, status, send, stop."""
         self.sessions.drop(str(request.session_hash))
-        said = panels.status("A new chat: the cache is empty.")
-        return [], [], [], self.promise([], model, preset), "", said, *buttons(False)
+        return [], [], [], self.promise([], model, preset), "", panels.status(NEW_CHAT), *buttons(False)
 
 
 def display(messages: list[Message]) -> list[Message]:
@@ -230,7 +243,9 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
         handlers.respond,
         [messages, growth, model, preset, limit, temperature],
         [box, chat, messages, growth, meter, chart, status, send, stop],
-        concurrency_id="model", concurrency_limit=1, **quiet,
+        concurrency_id="model", concurrency_limit=1,
+        trigger_mode="multiple",  # the page drops the question of a new chat otherwise while the old answer is ending
+        **quiet,
     )  # fmt: skip
     stop.click(handlers.stop, None, status, queue=False, **quiet)
     gr.on(

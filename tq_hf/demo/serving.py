@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from .. import embedded_model
 from ..cache import TurboQuantCache
 from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
-from ..conversation import Conversation, context_length
+from ..conversation import Conversation, Message, context_length
 from ..errors import is_out_of_memory
 from ..estimate import MemoryEstimate, estimate_memory
 from .architectures import require_countable
@@ -166,11 +166,12 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass
 class Session:
-    """One visitor: the conversation on the model and preset that were used last, whether Stop was pressed, and whether it
-    is over (the visitor has left, or began a new chat)."""
+    """One visitor: the conversation on the model and preset that were used last, whether Stop was pressed, the chat whose
+    last question waits for its turn, and whether it is over (the visitor has left, or began a new chat)."""
 
     stop: threading.Event
     over: bool = False
+    waiting: list[Message] = field(default_factory=list)
     key: tuple[str, str] | None = None
     conversation: Conversation | None = None
 
@@ -210,6 +211,12 @@ class Sessions:
         if session is not None:
             session.over = True
             session.stop.set()
+
+    def waiting(self, session_id: str) -> list[Message]:
+        """The visitor's chat if its last question waits for its turn; nothing for who has left."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            return session.waiting if session is not None else []
 
     def forget(self, loaded: Loaded) -> None:
         """No conversation keeps this model in memory."""
