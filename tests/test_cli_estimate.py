@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaCo
 from tests.command_line import CommandLine
 from tests.tiny_models import prompt
 from tq_hf import TurboQuantCache, commands, embedded_model, estimate_memory
-from tq_hf.comparison import cache_argument, cache_nbytes
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
 
 
 def test_json_is_what_a_real_cache_takes(tq_hf: CommandLine, word_folder: Path) -> None:

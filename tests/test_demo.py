@@ -22,8 +22,8 @@ from tests.word_model import save_word_model, words
 from tq_hf import TurboQuantCache
 from tq_hf.commands import RequestError
 from tq_hf.demo import architectures, charts, chat, handbook, memory, panels, serving, side_by_side
-from tq_hf.estimate import estimate_memory
-from tq_hf.streaming import CacheSize, cache_size
+from tq_hf.generation.streaming import CacheSize, cache_size
+from tq_hf.sizing.estimate import estimate_memory
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

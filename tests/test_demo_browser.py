@@ -21,12 +21,12 @@ from playwright.sync_api import Browser, Page, expect
 from screenshots import message_box
 
 from tests.word_model import save_word_model, words
-from tq_hf.conversation import encode_chat
 from tq_hf.demo import app
 from tq_hf.demo.serving import EXACT, new_cache
 from tq_hf.demo.side_by_side import first_difference
-from tq_hf.estimate import estimate_memory
-from tq_hf.streaming import Stream, cache_size
+from tq_hf.generation.conversation import encode_chat
+from tq_hf.generation.streaming import Stream, cache_size
+from tq_hf.sizing.estimate import estimate_memory
 
 pytestmark = pytest.mark.skipif(screenshots.chromium() is None, reason="there is no Chromium: apt install chromium")
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, StaticCach
 
 from tests.tiny_models import FAMILIES, cache_for, prompt, tiny_model
 from tq_hf import PRESETS, TurboQuantCache, estimate_memory
-from tq_hf import estimate as estimate_module
-from tq_hf.comparison import cache_argument, cache_nbytes
-from tq_hf.estimate import LARGEST_BATCH
-from tq_hf.state_shapes import model_shapes
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
+from tq_hf.sizing import estimate as estimate_module
+from tq_hf.sizing.estimate import LARGEST_BATCH
+from tq_hf.sizing.state_shapes import model_shapes
 
 LLAMA_8B = LlamaConfig(
     num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,

@@ -9,10 +9,10 @@ import torch
 
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import ATTENTION_NAME, TurboQuantCache, TurboQuantConfig
-from tq_hf.chunks import first_page_tokens, text_chunks
-from tq_hf.comparison import cache_argument
-from tq_hf.page_by_page import PageByPageCache, pages_at_once
-from tq_hf.scoring_mode import tokens_in_pages
+from tq_hf.generation.comparison import cache_argument
+from tq_hf.scoring.chunks import first_page_tokens, text_chunks
+from tq_hf.scoring.mode import tokens_in_pages
+from tq_hf.scoring.page_by_page import PageByPageCache, pages_at_once
 
 SETTINGS = TurboQuantConfig.from_preset("tq2", page_size=32, recent_window=24, boundary_layers=0)
 LENGTH = 290

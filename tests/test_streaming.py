@@ -1,4 +1,4 @@
-"""`tq_hf.streaming` and `tq_hf.conversation`: a stream is `generate()`'s own tokens, and its cache goes on afterwards."""
+"""Streams and conversations: a stream is `generate()`'s own tokens, and its cache goes on afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests import tiny_models
 from tests.word_model import save_word_model, words
 from tq_hf import TurboQuantCache
 from tq_hf.commands import RequestError
-from tq_hf.comparison import cache_argument, cache_nbytes
-from tq_hf.conversation import Conversation, encode_chat
-from tq_hf.streaming import Stream, cache_size
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
+from tq_hf.generation.conversation import Conversation, encode_chat
+from tq_hf.generation.streaming import Stream, cache_size
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}
 GREEDY = {"do_sample": False, "suppress_tokens": [2]}  # no end before its time

@@ -7,8 +7,8 @@ from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
 from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
 from .enable import disable, enable
-from .estimate import MemoryEstimate, estimate_memory
-from .reports import CacheReport, LayerReport
+from .reporting.reports import CacheReport, LayerReport
+from .sizing.estimate import MemoryEstimate, estimate_memory
 
 __version__ = "0.1.0"
 __all__ = [

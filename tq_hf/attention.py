@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils import logging
 
 from . import ops
-from .packed_kv import PackedKV, are_pair, attend_first, densify
+from .layers.packed_kv import PackedKV, are_pair, attend_first, densify
 
 logger = logging.get_logger(__name__)
 

@@ -20,19 +20,20 @@ from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from . import cache_summary, loading, saving
 from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
+from .files import loading, saving
+from .files.saving import model_facts
+from .layers.full import TurboQuantLayer
+from .layers.hybrid import HybridLayer
+from .layers.plan import decoder_config, plan
+from .layers.sliding import SlidingLayer, SlidingTable
+from .layers.stock import all_or_nothing, contents, move_stock
 from .layout import PageLayout
-from .model_layers import decoder_config, plan
-from .pages import BlockTable
-from .reports import CacheReport, not_stored, stock_report
-from .rotary import rotary_of
-from .saving import model_facts
-from .sliding import SlidingLayer, SlidingTable
-from .stock_layers import all_or_nothing, contents, move_stock
+from .pages.table import BlockTable
+from .quantizer.rotary import rotary_of
+from .reporting import summary as cache_summary
+from .reporting.reports import CacheReport, not_stored, stock_report
 
 logger = logging.get_logger(__name__)
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .page_pool import NO_PAGE
-from .reports import not_stored
+from .pages.pool import NO_PAGE
+from .reporting.reports import not_stored
 
 if TYPE_CHECKING:
-    from .layer import TurboQuantLayer
+    from .layers.full import TurboQuantLayer
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ from tqdm import tqdm
 
 from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
-from .cache_usage import CacheUsage
-from .chunks import first_page_tokens
 from .commands import versions
-from .comparison import cache_argument
 from .config import DEFAULT_PRESET, TurboQuantConfig
-from .scoring_mode import ScoringMode, quantized_layers, tokens_in_pages
-from .token_scores import goes_on_in_chunks, score_tokens
+from .generation.comparison import cache_argument
+from .scoring.cache_usage import CacheUsage
+from .scoring.chunks import first_page_tokens
+from .scoring.mode import ScoringMode, quantized_layers, tokens_in_pages
+from .scoring.token_scores import goes_on_in_chunks, score_tokens
 
 UNNAMED = "(no task)"
 Request = tuple[Any, list[int], list[int]]  # (context and continuation or None, their tokens)

@@ -15,14 +15,14 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
 | row_start | int32 [B] | position of each row's first token that is not padding |
 | counters | int32 [3] | tokens committed, first position not in a page, entries in use |
-| balance | fp32 [B, H, D] or None | factors of the key channels (`conditioning.py`); 0 for rows without a page |
+| balance | fp32 [B, H, D] or None | factors of the key channels (`quantizer/conditioning.py`); 0 for rows without a page |
 | query_energy | fp32 [B, H, D] | what the factors are made from |
 | flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together; those of a sliding
-layer from its table's origin (`sliding.py`), which may lie inside the first entry: that one's start is negative then, and
-what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host where that
-would wait for a GPU.
+layer from its table's origin (`layers/sliding.py`), which may lie inside the first entry: that one's start is negative
+then, and what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host
+where that would wait for a GPU.
 
 `torch.library.Library` is used directly, because a call through `torch.library.custom_op` costs ten times as much.
 

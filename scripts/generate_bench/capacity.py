@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tq_hf.comparison import cache_argument
+from tq_hf.generation.comparison import cache_argument
 
 from .caches import BenchCache
 from .measure import failure

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from tq_hf.commands import first_line
-from tq_hf.comparison import Generation, cache_nbytes, generate_timed
+from tq_hf.generation.comparison import Generation, cache_nbytes, generate_timed
 
 from .caches import BenchCache, warm_up_prompt
 from .shapes import WARM_UP_PROMPT, Point, prompt, weight_bytes, weight_bytes_read

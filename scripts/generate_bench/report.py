@@ -71,7 +71,7 @@ class Results:
 
 def code_hash(cache: str) -> str:
     """Changes with all that a result depends on: for other projects' caches, this benchmark alone."""
-    files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), ROOT / "tq_hf" / "comparison.py"]
+    files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), ROOT / "tq_hf" / "generation" / "comparison.py"]
     if CACHES[cache].packed:
         files += (ROOT / "tq_hf").rglob("*.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(set(files)))).hexdigest()[:16]

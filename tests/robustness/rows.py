@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from tq_hf import TurboQuantCache
 from tq_hf.attention import turboquant_attention
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.layers.full import TurboQuantLayer
 
 HEADS = 2
 SMALL = {"page_size": 32, "recent_window": 8, "sink_tokens": 2, "boundary_layers": 0}

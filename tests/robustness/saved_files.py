@@ -18,8 +18,8 @@ from tests.test_generate import generate, left_padded
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache, debug
 from tq_hf.attention import turboquant_attention
-from tq_hf.hybrid_layer import HybridLayer
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.layers.hybrid import HybridLayer
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}
 # Padding and shared pages; lengths on the device; a window that has moved; recurrent states; layers of transformers' own.

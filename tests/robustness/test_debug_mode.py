@@ -21,7 +21,7 @@ from tests.test_generate import generate, left_padded
 from tests.tiny_models import tiny_model
 from tq_hf import TurboQuantCache, debug, ops
 from tq_hf.attention import turboquant_attention
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.layers.full import TurboQuantLayer
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 110  # three pages of 32 behind 4 sinks, and 10 exact tokens

@@ -25,7 +25,8 @@ from tests.robustness.saved_files import SAVED, Largest, broken, config_of, join
 from tests.test_cache import CONFIG, filled
 from tests.test_cache_fork import SMALL as TWO_LAYERS
 from tests.test_cache_fork import content, extend, same
-from tq_hf import TurboQuantCache, loading
+from tq_hf import TurboQuantCache
+from tq_hf.files import loading
 
 ROOT = Path(__file__).parents[2]
 EACH = int(os.environ.get("TQ_HF_FUZZED_FILES", "560")) // len(SAVED)  # files made of each saved cache
@@ -303,7 +304,7 @@ def test_the_unfinished_file_is_not_one_that_others_have_put_there(
 ) -> None:
     """A link of its name would lead the bytes elsewhere: the name is random, and it must be new."""
     (tmp_path / "victim").write_bytes(b"precious")
-    monkeypatch.setattr("tq_hf.saving.secrets.token_hex", lambda n: "guessed")
+    monkeypatch.setattr("tq_hf.files.saving.secrets.token_hex", lambda n: "guessed")
     (tmp_path / "cache.guessed.part").symlink_to("victim")
     with pytest.raises(FileExistsError):
         filled(50).save(tmp_path / "cache")

@@ -12,7 +12,7 @@ from .options import Dtype, Json, Set, changes, dtype_of
 from .output import print_json, print_table, size
 
 if TYPE_CHECKING:
-    from ..estimate import MemoryEstimate
+    from ..sizing.estimate import MemoryEstimate
 
 OWN = ("tq4", "tq3", "tq3v2", "tq2")
 
@@ -95,7 +95,7 @@ def _estimate(
     config: Any, preset: str, context: int, batch: int, dtype: str, options: dict[str, Any], fields: dict[str, Any]
 ) -> MemoryEstimate:
     from ..config import TurboQuantConfig
-    from ..estimate import estimate_memory
+    from ..sizing.estimate import estimate_memory
 
     try:
         TurboQuantConfig.from_preset(preset, **fields)  # a field that is an argument of `estimate_memory` is none

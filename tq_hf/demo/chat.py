@@ -10,9 +10,9 @@ from typing import Any
 
 import gradio as gr
 
-from ..conversation import Message
-from ..estimate import MemoryEstimate
-from ..streaming import CacheSize, StreamEvent
+from ..generation.conversation import Message
+from ..generation.streaming import CacheSize, StreamEvent
+from ..sizing.estimate import MemoryEstimate
 from . import panels
 from .handbook import chapters
 from .panels import Growth, buttons

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ..commands import RequestError, first_line
 from ..config import PRESETS
-from ..estimate import MemoryEstimate, estimate_memory
+from ..sizing.estimate import MemoryEstimate, estimate_memory
 from . import panels
 from .architectures import ARCHITECTURES, MAX_LAYERS, config_of
 from .charts import Bar, bar_chart, mib

@@ -8,8 +8,8 @@ from typing import Any
 
 import gradio as gr
 
-from ..estimate import MemoryEstimate
-from ..streaming import CacheSize
+from ..generation.streaming import CacheSize
+from ..sizing.estimate import MemoryEstimate
 from .charts import Line, line_chart, mib
 
 SHORT = "short texts: the exact window is allocated at once"

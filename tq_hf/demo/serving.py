@@ -20,9 +20,9 @@ from .. import embedded_model
 from ..cache import TurboQuantCache
 from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
-from ..conversation import Conversation, Message, context_length
 from ..errors import is_out_of_memory
-from ..estimate import MemoryEstimate, estimate_memory
+from ..generation.conversation import Conversation, Message, context_length
+from ..sizing.estimate import MemoryEstimate, estimate_memory
 from .architectures import require_countable
 
 EXACT = "bf16"  # the choice beside the presets: transformers' own cache

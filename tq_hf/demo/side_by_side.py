@@ -13,12 +13,12 @@ from typing import Any
 import gradio as gr
 import torch
 
-from ..chunks import first_page_tokens, text_chunks
 from ..commands import Loaded
-from ..comparison import score_texts
 from ..config import PRESETS
-from ..conversation import encode_chat, room_for
-from ..streaming import CacheSize, Stream
+from ..generation.comparison import score_texts
+from ..generation.conversation import encode_chat, room_for
+from ..generation.streaming import CacheSize, Stream
+from ..scoring.chunks import first_page_tokens, text_chunks
 from . import panels
 from .charts import Line, line_chart, mib
 from .handbook import chapters

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codebooks import levels
 from ..layout import LANES, PageLayout
+from ..quantizer.codebooks import levels
 
 # Inline assembly does not run in Triton's interpreter.
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))

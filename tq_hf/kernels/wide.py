@@ -25,18 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dequant import INTERPRET, chunk_runs, interleave, load_now
 from .packed import NOTHING
-from .products import (
-    fp8_scores,
-    half_sums,
-    lane_column,
-    load_operand,
-    over_column,
-    sum_columns,
-)  # fmt: skip
+from .products import fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns  # fmt: skip
 from .query import LOG2_E
 from .rows import store_run
 from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
-from .warp import (
+from .warp import (  # fmt: skip
     high_half,
     largest_exponent,
     multiply_fp16,
@@ -45,7 +38,7 @@ from .warp import (
     permute_bytes,
     power_of_two,
     rotate_lanes,
-)  # fmt: skip
+)
 
 STAGES = tl.constexpr(3)  # copies are two tiles ahead
 TOO_LARGE = tl.constexpr(0x40004000)  # the bits of fp16 that numbers of at least 2, infinity and NaN have
