@@ -32,7 +32,7 @@ from .layers.stock import all_or_nothing, contents, move_stock
 from .layout import PageLayout
 from .pages.table import BlockTable
 from .quantizer.rotary import rotary_of
-from .reporting import summary as cache_summary
+from .reporting import summary
 from .reporting.reports import CacheReport, not_stored, stock_report
 
 logger = logging.get_logger(__name__)
@@ -45,7 +45,7 @@ class TurboQuantCache(DynamicCache):
         model.generate(**inputs, past_key_values=cache)
 
     Layers with full attention are packed, and without `max_cache_len` so are those with a sliding window, where that is
-    smaller. A layer of another kind (linear attention, latents, ...) keeps transformers' own class (`model_layers.py`).
+    smaller. A layer of another kind (linear attention, latents, ...) keeps transformers' own class (`layers/plan.py`).
     Boundary layers of presets that ask for them keep the model's dtype in the same pages, or transformers' own class if
     they have a window. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
 
@@ -458,10 +458,10 @@ class TurboQuantCache(DynamicCache):
             )
 
     def __repr__(self) -> str:
-        return cache_summary.describe(self)
+        return summary.describe(self)
 
     def _repr_html_(self) -> str:
-        return cache_summary.as_html(self)
+        return summary.as_html(self)
 
 
 def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:

@@ -30,9 +30,9 @@ from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
 from .commands import versions
 from .config import DEFAULT_PRESET, TurboQuantConfig
+from .generation.chunks import first_page_tokens
 from .generation.comparison import cache_argument
 from .scoring.cache_usage import CacheUsage
-from .scoring.chunks import first_page_tokens
 from .scoring.mode import ScoringMode, quantized_layers, tokens_in_pages
 from .scoring.token_scores import goes_on_in_chunks, score_tokens
 

@@ -15,10 +15,10 @@ import torch
 
 from ..commands import Loaded
 from ..config import PRESETS
+from ..generation.chunks import first_page_tokens, text_chunks
 from ..generation.comparison import score_texts
 from ..generation.conversation import encode_chat, room_for
 from ..generation.streaming import CacheSize, Stream
-from ..scoring.chunks import first_page_tokens, text_chunks
 from . import panels
 from .charts import Line, line_chart, mib
 from .handbook import chapters

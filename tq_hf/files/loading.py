@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..config import MODEL_DTYPES, TurboQuantConfig
-from ..layers import stock as stock_layers
+from ..layers import stock
 from ..layers.full import TurboQuantLayer
 from ..layers.hybrid import HybridLayer
 from ..layers.plan import decoder_config
@@ -385,8 +385,8 @@ def _stock(file: _File, i: int, prefix: str, described: Any, target: torch.devic
     shapes = {name.removeprefix(prefix): tuple(s.get_shape()) for name, s in found.items()}
     kinds = {name.removeprefix(prefix): _DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
     try:
-        layer = stock_layers.build(file.get(described, "layer", dict))
-        stock_layers.check_contents(layer, file.get(described, "numbers", dict), shapes, kinds)
+        layer = stock.build(file.get(described, "layer", dict))
+        stock.check_contents(layer, file.get(described, "numbers", dict), shapes, kinds)
     except ValueError as error:
         raise file.error(f"layer {i}: {error}") from None
     file.expected |= set(found)
@@ -420,7 +420,7 @@ def _require_layers(
 
     def kind(layer: Any) -> Any:
         if not isinstance(layer, TurboQuantLayer):
-            return stock_layers.description(layer, max_cache_len)
+            return stock.description(layer, max_cache_len)
         states = layer.number_of_states if isinstance(layer, HybridLayer) else 0
         return layer.config, layer.rotary, layer.sliding_window, states
 
@@ -501,7 +501,7 @@ def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) ->
 def _fill_stock(file: _File, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:
     where = _device(file, made, target)
     names = [name for name in file.expected if name.startswith(prefix)]
-    stock_layers.fill(layer, made["numbers"], {n.removeprefix(prefix): file.tensor(n, where) for n in names})
+    stock.fill(layer, made["numbers"], {n.removeprefix(prefix): file.tensor(n, where) for n in names})
 
 
 @torch.inference_mode(False)

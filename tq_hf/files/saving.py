@@ -13,7 +13,7 @@ One safetensors file. Its metadata has two strings: `format` is `tq_hf.cache`, a
                    {"kind": "packed", config, rotary, table, state, hybrid}: indices into the lists above; state is null
                    (no token yet) or {device, dtype, kv_heads, key_dim, value_dim, counters}; hybrid is null or the next
                    without kind
-                   or {"kind": "transformers", layer, numbers, device}: `stock_layers.description` and `.contents`
+                   or {"kind": "transformers", layer, numbers, device}: `stock.description` and `.contents`
 
 Tensors, B rows and E entries in use:
 
@@ -41,7 +41,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..layers import stock as stock_layers
+from ..layers import stock
 from ..layers.full import TurboQuantLayer
 from ..layers.hybrid import HybridLayer
 from ..layers.sliding import SlidingTable
@@ -112,7 +112,7 @@ def _require_same_length(cache: TurboQuantCache) -> None:
     lengths = set()
     for layer in cache.layers:
         is_packed = isinstance(layer, TurboQuantLayer)
-        if layer.is_initialized if is_packed else "keys" in stock_layers.contents(layer)[1]:
+        if layer.is_initialized if is_packed else "keys" in stock.contents(layer)[1]:
             lengths.add(int(layer.get_seq_length()))
     if len(lengths) > 1:
         raise ValueError(
@@ -125,10 +125,10 @@ def _save_stock(
     tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None
 ) -> dict[str, Any]:
     try:
-        described = stock_layers.description(layer, max_cache_len)
+        described = stock.description(layer, max_cache_len)
     except ValueError as error:
         raise ValueError(f"this cache cannot be saved, because of its layer {i}: {error}") from None
-    numbers, held = stock_layers.contents(layer)
+    numbers, held = stock.contents(layer)
     tensors |= {prefix + name: _copied(tensor) for name, tensor in held.items()}
     device = str(next(iter(held.values())).device) if held else "cpu"
     return {"layer": described, "numbers": numbers, "device": device}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache import TurboQuantCache
 from ..reporting.memory import storage_bytes
-from ..scoring.chunks import text_chunks
+from .chunks import text_chunks
 
 Progress = Callable[[int], None]
 SLICE_ELEMENTS = 1 << 26  # log-probabilities that are compared at once, in fp32: 256 MB a tensor

@@ -25,11 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dequant import INTERPRET, chunk_runs, interleave, load_now
 from .packed import NOTHING
-from .products import fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns  # fmt: skip
+from .products import fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns
 from .query import LOG2_E
 from .rows import store_run
 from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
-from .warp import (  # fmt: skip
+from .warp import (
     high_half,
     largest_exponent,
     multiply_fp16,
