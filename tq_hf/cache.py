@@ -30,11 +30,11 @@ from .layers.hybrid import HybridLayer
 from .layers.plan import decoder_config, plan
 from .layers.sliding import SlidingLayer, SlidingTable
 from .layers.stock import contents, forget_states, move_stock, require_window
-from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
+from .layout import PageLayout
 from .pages.table import BlockTable
 from .quantizer.rotary import rotary_of
 from .reporting import summary
-from .reporting.reports import CacheReport, stock_report
+from .reporting.reports import CacheReport, not_stored, stock_report
 from .tensor_parallel import ranks, require_whole_heads, shard_facts
 
 logger = logging.get_logger(__name__)
@@ -141,6 +141,8 @@ class TurboQuantCache(DynamicCache):
     def _begin(self) -> None:
         self.forward_pass = ForwardPass()
         packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
+        for i in packed:
+            self.layers[i].index = i
         self.last_packed = max(packed, default=-1)
         if self.table.is_static and len(packed) > 1:
             self.layers[packed[0]].last_layer = self.layers[packed[-1]]
@@ -473,10 +475,12 @@ class TurboQuantCache(DynamicCache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a safetensors file, from which `load` goes on bit for bit.
 
-        Of the pages, only those in use are written; forks are saved one by one.
+        Of the pages, only those in use are written; forks are saved one by one. The file holds the text's states: its owner
+        alone may read it. A file that was there is replaced in one step, and so is a link.
 
         Raises:
-            ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            ValueError: naming a layer of transformers' that cannot be saved, or layers of different lengths, which an
+                interrupted forward pass leaves. No file is written then.
             OSError: the file cannot be written.
         """
         self._settled_layers()
@@ -538,26 +542,18 @@ class TurboQuantCache(DynamicCache):
         return CacheReport(self.preset, tuple(layers), sum(t.nbytes for table in self.tables for t in table.tensors()))
 
     def check(self) -> None:
-        """Raise if something could not be stored as given.
+        """Raise if the model produced states that cannot be stored as given.
 
         Raises:
-            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero), or a number
-                beyond its stored format (a scale beyond fp16, an fp8 key beyond 448; stored saturated).
+            ValueError: naming layer and KV heads that were given a non-finite key or value (packed, it is stored as zero;
+                an exact token keeps it), or a number beyond its stored format (a scale beyond fp16, an fp8 key beyond
+                448; stored saturated).
         """
-        kinds = (
-            (NON_FINITE_KEY, "a non-finite key"),
-            (NON_FINITE_VALUE, "a non-finite value"),
-            (SATURATED, "a number beyond its stored format"),
-        )
         found = []
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, TurboQuantLayer) or not layer.is_initialized:
-                continue
-            layer.flush()
-            flags = layer.flags.tolist()
-            for bit, what in kinds:
-                if heads := [h for h, flag in enumerate(flags) if flag & bit]:
-                    found.append(f"layer {i}, KV heads {heads}: {what}")
+            if isinstance(layer, TurboQuantLayer) and layer.is_initialized:
+                layer.flush()
+                found += [f"layer {i}, {what}" for what in not_stored(layer)]
         if found:
             raise ValueError(
                 "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, larger"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
 _LARGEST = 2**31 - 1  # of any position, count or page number
+_LARGEST_EXACT = 1 << 17  # tokens of a window, or sinks, that no tensor in the file proves
+# A static table on the host: an entry's start and count, and a row's number for it.
+_SPAN_BYTES, _ID_BYTES = 128, 48
 
 
 @dataclass
@@ -110,18 +114,30 @@ def load(
 ) -> TurboQuantCache:
     """`TurboQuantCache.load`."""
     if config is not None and not isinstance(config, PretrainedConfig):
-        raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None.")
+        raise ValueError(
+            f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None."
+        )
     name = os.fspath(path)
     try:
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used here: {error}") from None
+    descriptor = os.open(
+        name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # a pipe would wait for somebody to write to it
     try:
-        with safe_open(name, framework="pt", device="cpu") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(
+                f"{name} cannot be loaded as a TurboQuantCache: it is a folder, a pipe or a device, not a file."
+            )
+        # safetensors opens a file twice, for its header and for its tensors; by name, another could be there by then.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as opened:
             return _load(cls, _File(name, opened), opened.metadata() or {}, config, target)
     except SafetensorError as error:
         what = f"it is no complete safetensors file ({error})"
         raise ValueError(f"{name} cannot be loaded as a TurboQuantCache: {what}.") from None
+    finally:
+        os.close(descriptor)
 
 
 def _load(
@@ -133,9 +149,12 @@ def _load(
     if max_cache_len is not None:
         file.number(header, "max_cache_len", 1)
     offloading = file.get(header, "offloading", list)
-    file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
+    fits = len(offloading) == 2 and all(type(v) is bool for v in offloading)
+    file.require(fits and not (offloading[0] and max_cache_len is not None), f"offloading is {str(offloading)[:80]}")
     quantization, preset = _config(file, file.get(header, "quantization", dict)), file.get(header, "preset", str)
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
+    exact = replace(quantization, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
+    file.require({*configs} <= {quantization, exact}, "its layers' configs are not those of its quantization")
     rotaries = [_rotary(file, r) for r in file.get(header, "rotaries", list)]
     is_decoder_only = file.get(header, "is_decoder_only", bool)
     tables: list[_Table] = []
@@ -155,13 +174,14 @@ def _load(
             layers.append(built)
             states.append(state)
         else:
-            layers.append(_stock(file, i, f"layers.{i}.", layer))
+            layers.append(_stock(file, i, f"layers.{i}.", layer, target))
             states.append(None)
     file.require(bool(layers), "it has no layers")
     unexpected = sorted(set(file.slices) - file.expected)
     file.require(not unexpected, f"it has tensors that belong to nothing: {unexpected[:5]}")
     _require_layers(cls, file, layers, quantization, max_cache_len, config)
-    _require_memory(file, layers, states)
+    _require_agreement(file, tables, layers, states, described)
+    _require_memory(file, tables, layers, states)
 
     # Everything fits: from here on, tensors are made.
     for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
@@ -246,6 +266,8 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
         file.require((page_size, sink_tokens, recent_window) == same, f"a table with a window has not the sizes {same}")
         held = _Table(table, pages)
     if rows is None:
+        size = max(sink_tokens, recent_window)
+        file.require(size <= _LARGEST_EXACT, f"an empty cache that keeps {size} tokens exact is none that was saved")
         return held
     prefix = f"tables.{len(before)}."
     file.number(described, "rows", 1)
@@ -316,7 +338,7 @@ def _packed(
         file.require(hybrid is None, f"layer {i} has both a window and a recurrent state")
         layer = SlidingLayer(config, table, preset, rotary)
     elif hybrid is not None:
-        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid)
+        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid, target)
         file.require(type(linear) is LinearAttentionLayer, f"layer {i} has no recurrent state, but {linear}")
         layer = HybridLayer(config, table, preset, rotary, number_of_states=linear.number_of_states)
     else:
@@ -344,6 +366,7 @@ def _packed(
     fits = rows > 0 and packed_end == end and length - packed_end <= ring and (length >= packed_end or not used)
     fits = fits and (table.max_cache_len is None or length <= table.max_cache_len)
     fits = fits and all(start <= length for start in held.row_start)
+    fits = fits and (not isinstance(table, SlidingTable) or table.kept_from <= table.origin + length)
     file.require(fits, f"layer {i} has counters {counters} that do not fit its entries and rows")
 
     prefix, dtype = f"layers.{i}.", _BY_NAME[name]
@@ -358,7 +381,8 @@ def _packed(
     return layer, _Packed(layout, dtype, heads, device, rows, counters)
 
 
-def _stock(file: _File, i: int, prefix: str, described: Any) -> Any:
+def _stock(file: _File, i: int, prefix: str, described: Any, target: torch.device | None) -> Any:
+    _device(file, described, target)
     found = {name: s for name, s in file.slices.items() if name.startswith(prefix)}
     shapes = {name.removeprefix(prefix): tuple(s.get_shape()) for name, s in found.items()}
     kinds = {name.removeprefix(prefix): _DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
@@ -409,9 +433,43 @@ def _require_layers(
         )
 
 
-def _require_memory(file: _File, layers: Sequence[Any], states: Sequence[_Packed | None]) -> None:
-    """A static cache must fit the memory of its devices."""
+def _require_agreement(
+    file: _File,
+    tables: Sequence[_Table],
+    layers: Sequence[Any],
+    states: Sequence[_Packed | None],
+    described: Sequence[Mapping[str, Any]],
+) -> None:
+    """All layers must hold the same rows and the same tokens."""
+    rows, lengths = set[int](), set[int]()
+    for held in tables:
+        of_it = [state for layer, state in zip(layers, states) if state and layer.table is held.table]
+        file.require(bool(of_it) == bool(held.row_start), "a block table has rows of no layer, or a layer no rows")
+        same = all(state.counters == of_it[0].counters for state in of_it)
+        file.require(same, "layers of one block table hold different numbers of tokens")
+        rows |= {state.rows for state in of_it}
+        lengths |= {held.table.origin + state.counters[0] for state in of_it}
+    for i, made in enumerate(described):
+        shapes = {name: s.get_shape() for name, s in file.slices.items() if name.startswith(f"layers.{i}.")}
+        if states[i] is not None:
+            shapes = {name: shape for name, shape in shapes.items() if ".hybrid." in name}
+        rows |= {shape[0] for shape in shapes.values()}
+        if (keys := shapes.get(f"layers.{i}.keys")) is not None:
+            numbers = made["numbers"]  # of a full static window, only the second is right
+            lengths.add(numbers.get("cumulative_length_int", numbers.get("cumulative_length", keys[2])))
+    file.require(len(rows) <= 1, f"its layers have {sorted(rows)} rows")
+    file.require(len(lengths) <= 1, f"its layers hold {sorted(lengths)} tokens")
+
+
+def _require_memory(
+    file: _File, tables: Sequence[_Table], layers: Sequence[Any], states: Sequence[_Packed | None]
+) -> None:
+    """A static cache must fit the memory of its devices, and its block table that of the host."""
     needed: dict[torch.device, int] = {}
+    for held in tables:
+        if held.table.is_static and held.row_start:
+            size = held.table.static_entries * (_SPAN_BYTES + len(held.row_start) * _ID_BYTES)
+            needed[torch.device("cpu")] = size
     for layer, state in zip(layers, states, strict=True):
         if state is not None and layer.table.is_static:
             pages = state.rows * layer.table.static_entries

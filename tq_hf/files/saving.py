@@ -27,9 +27,11 @@ Tensors, B rows and E entries in use:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import threading
+import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -55,7 +57,9 @@ _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def model_facts(config: Any) -> dict[str, str | int]:
     """What a model's text config says of its kind and shape, as far as it says it in plain numbers."""
-    varying = getattr(config, "per_layer_attributes", None) or ()  # which transformers refuses to read from the whole config
+    varying = (
+        getattr(config, "per_layer_attributes", None) or ()
+    )  # which transformers refuses to read from the whole config
 
     def fact(name: str) -> Any:
         if name in varying:
@@ -67,6 +71,7 @@ def model_facts(config: Any) -> dict[str, str | int]:
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
     """Write a cache that has nothing left to commit (`TurboQuantCache.save`)."""
+    _require_same_length(cache)
     tensors: dict[str, Tensor] = {}
     layers = cache.packed_layers
     configs = list({layer.config: None for layer in layers})
@@ -101,6 +106,19 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
             entry = {"kind": "transformers", **stock}
         described.append(entry)
     _write(tensors, {"format": FORMAT, "header": json.dumps(header)}, os.fspath(path))
+
+
+def _require_same_length(cache: TurboQuantCache) -> None:
+    lengths = set()
+    for layer in cache.layers:
+        is_packed = isinstance(layer, TurboQuantLayer)
+        if layer.is_initialized if is_packed else "keys" in stock.contents(layer)[1]:
+            lengths.add(int(layer.get_seq_length()))
+    if len(lengths) > 1:
+        raise ValueError(
+            f"this cache cannot be saved: its layers hold {sorted(lengths)} tokens, as an interrupted forward pass leaves"
+            " them. Call cache.reset()."
+        )
 
 
 def _save_stock(
@@ -147,12 +165,9 @@ def _save_table(
 def _save_packed(tensors: dict[str, Tensor], prefix: str, layer: TurboQuantLayer, kept: list[int]) -> dict[str, Any]:
     was_offloaded = layer.table.pages.is_offloaded(layer.slot)
     pool = layer.pool
-    held = pool.index_select(0, torch.tensor([page for page in kept if page < len(pool)]).to(pool.device, torch.int64))
-    pages = torch.zeros(len(kept), *pool.shape[1:], dtype=torch.int32)  # a layer that lags behind has fewer
-    pages[: len(held)] = held
+    tensors[prefix + "pages"] = _copied(pool.index_select(0, torch.tensor(kept, dtype=torch.int64).to(pool.device)))
     if was_offloaded:
         layer.offload()
-    tensors[prefix + "pages"] = pages
     for name in (*layer.row_state_names(), "flags"):
         tensors[prefix + name] = _copied(getattr(layer, name))
     return {
@@ -170,13 +185,22 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: str) -> None:
-    """All or nothing: a file that was there stays until the new one is complete."""
-    part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"
+    """All or nothing: a file that was there stays until the new one is complete.
+
+    A link at `path` is replaced, not followed, and the unfinished file has a name that nobody can have guessed and made into
+    a link.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(f"{path} cannot be written: it is a folder or a device, not a file.")
+    part = f"{path}.{secrets.token_hex(8)}.part"
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     try:
         safetensors.torch.save_file(tensors, part, metadata)
         os.replace(part, path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from None
     finally:
-        if os.path.exists(part):
+        with contextlib.suppress(FileNotFoundError):  # it has become the file
             os.remove(part)

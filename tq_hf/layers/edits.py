@@ -51,6 +51,7 @@ class LayerEdits:
         self.is_empty = True
         self.pending: Step | None = None
         self.offload_after_commit = False
+        self.reported: list[str] = []  # by `debug.py`
         self._valid: tuple[object, ...] | None = None  # what states looked like that were found to fit
         self.before: Before | None = None  # dynamic mode
         self.is_torn = False  # whether a commit has ended halfway

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .. import ops
+from .. import debug, ops
 from ..config import MODEL_DTYPES, TurboQuantConfig
 from ..layout import PageLayout
 from ..pages.table import BlockTable, while_alone
@@ -44,6 +44,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     sliding_window: int | None = None
     is_croppable = True
     supports_early_init = True
+    index: int | None = None  # in its cache, for messages
 
     def __init__(
         self,
@@ -276,8 +277,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.table.max_cache_len is None else self.table.max_cache_len
 
-    def _state(self) -> tuple[Tensor | None, ...]:
-        """What every op reads, in the ops' order."""
+    def _state(self, new: int = 0) -> tuple[Tensor | None, ...]:
+        """What every op reads, in the ops' order. `new` tokens are about to be committed."""
+        if debug.ENABLED:
+            debug.check_state(self, new)
         pool, table = self.table.pages.of(self.slot), self.on_device
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
@@ -391,7 +394,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         ops.commit(
             key,
             value,
-            *self._state(),
+            *self._state(new),
             self.flags,
             keep,
             self.layout_name,
@@ -402,6 +405,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         step.committed = True
         self.is_empty = False
         self.pending = None
+        if debug.ENABLED:
+            debug.report_states(self)
         if self.offload_after_commit:
             self.offload()
 
@@ -418,6 +423,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 
     def _observe(self, step: Step, query: Tensor | None, keep: Tensor | None) -> None:
         """Take the new tokens' part in the balance of key channels, before they are committed."""
+        if debug.ENABLED:
+            debug.check_state(self)
         key = step.rows[0]
         if query is not None:
             query = query.detach()

@@ -23,6 +23,7 @@ SAVED_CLASSES = (
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
     "DummyLayer",
 )
+LARGEST_KERNEL = 1024  # of a convolution that has recorded another number of states
 OPTIONS = ("sliding_window", "max_cache_len", "number_of_states")
 # Host numbers that change with the tokens, where a class has them.
 NUMBERS = ("cumulative_length", "cumulative_length_int", "record_past")
@@ -173,10 +174,15 @@ def check_contents(
     for name in linear & set(shapes):
         kernel = numbers.get(name.replace("conv_states", "conv_kernel_size"))
         shape = shapes[name]
-        if len(shape) < 2 or (kernel is not None and shape[-1] != kernel and not numbers["record_past"]):
+        fits = kernel is None or kernel == shape[-1] or (numbers["record_past"] and kernel < LARGEST_KERNEL)
+        if len(shape) < 2 or not fits:
             raise ValueError(f"{name} of shape {shape} does not fit a kernel of {kernel}")
     if "keys" in shapes or "values" in shapes:
+        if dtypes.get("keys") != dtypes.get("values"):
+            raise ValueError(f"keys of {dtypes.get('keys')} and values of {dtypes.get('values')} do not fit together")
         _check_attention(layer, numbers, shapes.get("keys", ()), shapes.get("values", ()))
+    elif numbers.get("cumulative_length", 0) or numbers.get("cumulative_length_int", 0):
+        raise ValueError(f"a {type(layer).__name__} of {dict(numbers)} has no keys")
 
 
 def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ...], values: tuple[int, ...]) -> None:
@@ -185,6 +191,8 @@ def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ..
     length = numbers.get("cumulative_length", keys[2])
     if isinstance(layer, cache_utils.StaticLayer):
         fits = keys[2] == layer.max_cache_len and length <= layer.max_cache_len
+        counted = numbers.get("cumulative_length_int", length)
+        fits = fits and (counted == length or counted > layer.max_cache_len)
     elif isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
         fits = min(length, layer.sliding_window - 1) <= keys[2] <= length
     else:
@@ -201,11 +209,9 @@ def fill(layer: Any, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         conv, recurrent = tensors.get(f"conv_states.{i}"), tensors.get(f"recurrent_states.{i}")
         if conv is not None:
             kernel = numbers[f"conv_kernel_size.{i}"]
-            layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
-            if conv.shape[-1] == kernel:
-                layer.conv_states[i].copy_(conv)
-            else:
-                layer.conv_states[i] = conv
+            layer.lazy_initialization(conv_states=conv, state_idx=i)
+            layer.conv_states[i].copy_(conv)
+            layer.conv_kernel_size[i] = kernel  # recorded, states are more or fewer
         if recurrent is not None:
             layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
             layer.recurrent_states[i].copy_(recurrent)
