@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tq_hf.pages.table import NO_PAGE, SPARE_ENTRIES, BlockTable
+from tq_hf.pages.edits import SPARE_ENTRIES
+from tq_hf.pages.pool import NO_PAGE
+from tq_hf.pages.table import BlockTable
 
 CPU = torch.device("cpu")
 

@@ -479,8 +479,8 @@ class TurboQuantCache(DynamicCache):
         alone may read it. A file that was there is replaced in one step, and so is a link.
 
         Raises:
-            ValueError: naming a layer of transformers' that cannot be saved, or layers of different lengths, which an
-                interrupted forward pass leaves. No file is written then.
+            ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            RuntimeError: layers hold different tokens, as an interrupted forward pass leaves them. Nor then.
             OSError: the file cannot be written.
         """
         self._settled_layers()

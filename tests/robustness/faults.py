@@ -76,14 +76,18 @@ class _Dispatcher(TorchDispatchMode):
 
 
 class Interrupt:
-    """`KeyboardInterrupt` before the n-th line that runs in tq_hf (in this thread)."""
+    """`KeyboardInterrupt` before the n-th line that runs in tq_hf (in this thread).
+
+    Not in finalizers: Python swallows what is raised there, whoever wrote them. A fork dropped at such a moment leaves its
+    pages to the next recount.
+    """
 
     def __init__(self, n: int) -> None:
         self.left, self.raised = n, False
         self.where = ""
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.startswith(PACKAGE) or _is_finalizing(frame):
             return None
         if event == "line":
             if self.left == 0:
@@ -100,6 +104,12 @@ class Interrupt:
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class LaunchError(RuntimeError):

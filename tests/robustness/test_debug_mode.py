@@ -34,7 +34,7 @@ def debugging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attend(cache: TurboQuantCache, layer: int = 1) -> Tensor:
     rows = cache.batch_size
-    handles = cache.update(states(1, rows, seed=3), states(1, rows, seed=4), layer)
+    handles = cache.layers[layer].update(states(1, rows, seed=3), states(1, rows, seed=4))
     return turboquant_attention(torch.nn.Module(), states(1, rows, seed=5), *handles, None)[0]
 
 
@@ -129,7 +129,7 @@ def test_non_finite_states_are_reported_once_with_layer_and_head(
     cache = filled(LENGTH, batch=2, **SMALL)
     key, value = states(1, 2, seed=3), states(1, 2, seed=4)
     value[1, 0, 0, 7] = torch.nan
-    cache.update(key, value, 1)
+    cache.layers[1].update(key, value)
     with caplog.at_level(logging.WARNING, "tq_hf.debug"):
         cache.layers[1].flush()
         for _ in range(60):  # its page is packed meanwhile

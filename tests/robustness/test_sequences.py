@@ -30,8 +30,8 @@ from tests.tiny_models import COMMON, FAMILIES, HEADS
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.attention import turboquant_attention
 from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.pages import pool as page_pool
 from tq_hf.pages.pool import NO_PAGE
-from tq_hf.pages.table import pool as page_pool
 
 CPU = torch.device("cpu")
 MOST_TOKENS, MOST_ROWS, MOST_CACHES = 420, 4, 5

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..errors import is_out_of_memory
 from ..layers import stock
 from ..layers.full import TurboQuantLayer
 from ..layers.hybrid import HybridLayer
@@ -403,7 +404,9 @@ def _device(file: _File, described: Any, target: torch.device | None) -> torch.d
     file.require(name == "cpu" or name.startswith("cuda"), f"the device {name!r} is no place for a cache")
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         raise file.error(f"it was saved from {name}, which this machine lacks: pass device=") from None
 
 

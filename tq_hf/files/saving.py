@@ -57,9 +57,7 @@ _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def model_facts(config: Any) -> dict[str, str | int]:
     """What a model's text config says of its kind and shape, as far as it says it in plain numbers."""
-    varying = (
-        getattr(config, "per_layer_attributes", None) or ()
-    )  # which transformers refuses to read from the whole config
+    varying = getattr(config, "per_layer_attributes", None) or ()  # which transformers refuses to read from the whole config
 
     def fact(name: str) -> Any:
         if name in varying:
@@ -71,7 +69,6 @@ def model_facts(config: Any) -> dict[str, str | int]:
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
     """Write a cache that has nothing left to commit (`TurboQuantCache.save`)."""
-    _require_same_length(cache)
     tensors: dict[str, Tensor] = {}
     layers = cache.packed_layers
     configs = list({layer.config: None for layer in layers})
@@ -106,19 +103,6 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
             entry = {"kind": "transformers", **stock}
         described.append(entry)
     _write(tensors, {"format": FORMAT, "header": json.dumps(header)}, os.fspath(path))
-
-
-def _require_same_length(cache: TurboQuantCache) -> None:
-    lengths = set()
-    for layer in cache.layers:
-        is_packed = isinstance(layer, TurboQuantLayer)
-        if layer.is_initialized if is_packed else "keys" in stock.contents(layer)[1]:
-            lengths.add(int(layer.get_seq_length()))
-    if len(lengths) > 1:
-        raise ValueError(
-            f"this cache cannot be saved: its layers hold {sorted(lengths)} tokens, as an interrupted forward pass leaves"
-            " them. Call cache.reset()."
-        )
 
 
 def _save_stock(

@@ -133,7 +133,7 @@ class ForwardPass:
             RuntimeError: packed layers hold different tokens.
         """
         if cache.table.is_static:
-            lengths = {layer.counters.tolist()[0] if layer.is_initialized else 0 for layer in cache.packed_layers}
+            lengths = {_with_pending(layer) for layer in cache.packed_layers}
             if len(lengths) > 1:
                 raise RuntimeError(UNEVEN)
 
@@ -212,6 +212,12 @@ class ForwardPass:
                 layer.keys, layer.values = _first(layer.keys, self.start), _first(layer.values, self.start)
         self.forget()
         return tokens_to_remove - extra
+
+
+def _with_pending(layer: TurboQuantLayer) -> int:
+    """Tokens of a static layer, those included that it has yet to take in. Reads the device."""
+    held = layer.counters.tolist()[0] if layer.is_initialized else 0
+    return held + (0 if layer.pending is None else layer.pending.new)
 
 
 def longest(cache: TurboQuantCache) -> int:

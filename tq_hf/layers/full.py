@@ -18,7 +18,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import debug, ops
 from ..config import MODEL_DTYPES, TurboQuantConfig
 from ..layout import PageLayout
-from ..pages.table import BlockTable, while_alone
+from ..pages.pool import while_alone
+from ..pages.table import BlockTable
 from ..quantizer.conditioning import partners
 from ..quantizer.rotary import Rotary
 from ..reporting.memory import storage_bytes

@@ -31,8 +31,9 @@ from torch.nn.functional import pad
 
 from ..config import TurboQuantConfig
 from ..errors import is_out_of_memory
-from ..pages.pool import NO_PAGE
-from ..pages.table import BlockTable, Crop, while_alone
+from ..pages.edits import Crop
+from ..pages.pool import NO_PAGE, while_alone
+from ..pages.table import BlockTable
 from ..quantizer.rotary import Rotary
 from ..reporting.reports import LayerReport
 from .full import TurboQuantLayer

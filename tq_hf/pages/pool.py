@@ -7,10 +7,11 @@ they are shared by reference and freed when no row of any table uses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -39,6 +40,20 @@ def is_wasteful(used: int, capacity: int, to_come: int | None) -> bool:
     if to_come is None:
         return 2 * used < capacity and capacity - used >= SPARE_PAGES
     return 4 * (used + to_come) < 3 * capacity
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def while_alone(method: Method) -> Method:
+    """A method that runs under `alone()` of the block table that it belongs to, or that its layer has."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self, "table", self).alone():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, locked)
 
 
 class PagePool:
@@ -181,7 +196,8 @@ class PagePool:
 
         The first reordering of beams leaves one row's pages of many, and so does a fork that outlives the others.
 
-        Without memory for the copies, everything stays as it is: a large pool is no error.
+        Layers follow one by one, so that it takes the memory of one besides. Where there is none, they stay large, no
+        error.
 
         Args:
             to_come: pages that are going to be needed besides those in use, if that is known (sliding windows). Then fewer
@@ -189,14 +205,15 @@ class PagePool:
         """
         tables = list(self.users)  # none of them may go away while ids change
         used = self.used
-        room = used + (to_come or 0)
         if not is_wasteful(used, self.capacity, to_come):
             return
         kept = [page for page, references in enumerate(self.references) if references]
-        number = dict(zip(kept, range(len(kept)), strict=True))
-        try:
-            copies = {slot: self._copied(slot, kept, room) for slot in self._devices}
-            edits = [(table, table.renumbered(number)) for table in tables if table.rows is not None]
+        holes = [page for page in range(used) if not self.references[page]]
+        moves = dict(zip(kept[used - len(holes) :], holes, strict=True))
+        try:  # until tables change, only pages that nobody uses are written
+            for slot in self._devices:
+                self._copy_within(slot, moves)
+            edits = [(table, table.renumbered(moves)) for table in tables if table.rows is not None]
         except Exception as error:
             if is_out_of_memory(error):
                 return
@@ -204,23 +221,40 @@ class PagePool:
         with ExitStack() as all_tables:
             for table, _ in edits:
                 all_tables.enter_context(table.tearing())
-            for slot, pages in copies.items():
-                if self.is_offloaded(slot):
-                    self._host[slot] = pages
-                else:
-                    self.put(slot, pages)
-            self.references, self.free = [self.references[page] for page in kept], []
+            for page, hole in moves.items():
+                self.references[hole] = self.references[page]
+            del self.references[used:]
+            self.free = []
             for table, edit in edits:
                 table.put(edit)
+        for slot in self._devices:
+            try:
+                self._resize(slot, used + (to_come or 0))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
 
-    def _copied(self, slot: int, kept: Sequence[int], room: int) -> Tensor:
-        """A layer's pages `kept`, where they are: on its device, or in host memory."""
-        if not self.is_offloaded(slot):
-            return _select(self.of(slot), kept, room)
-        pages = _select(self.of(slot), kept, room)
-        self.offload(slot)
-        host = torch.empty(pages.shape, dtype=pages.dtype, device="cpu", pin_memory=pages.is_cuda)
-        return host.copy_(pages)
+    def _copy_within(self, slot: int, moves: Mapping[int, int]) -> None:
+        """Copy pages of a layer to other places, as far as it has them (one that lags behind the others has fewer)."""
+        was_offloaded, pages = self.is_offloaded(slot), self.of(slot)
+        ids = [(page, hole) for page, hole in moves.items() if page < pages.shape[0]]
+        if ids:
+            sources, places = torch.tensor(ids, dtype=torch.int64, device="cpu").T.to(pages.device)
+            pages.index_copy_(0, places, pages.index_select(0, sources))
+            self.note_written(slot)
+        if was_offloaded:
+            self.offload(slot)
+
+    def _resize(self, slot: int, size: int) -> None:
+        """Give a layer a tensor of so many pages, with the first ones that it has."""
+        was_offloaded, pages = self.is_offloaded(slot), self.of(slot)
+        if size != pages.shape[0]:
+            resized = pages.new_zeros((size, *pages.shape[1:]))
+            held = min(size, pages.shape[0])
+            resized[:held] = pages[:held]
+            self.put(slot, resized)
+        if was_offloaded:
+            self.offload(slot)
 
     @torch.inference_mode(False)
     def copy(self, kept: Sequence[int], device: torch.device | None = None) -> PagePool:
@@ -279,12 +313,7 @@ class PagePool:
         self._arriving[slot] = stream.record_event()
 
 
-def _select(pages: Tensor, kept: Sequence[int], room: int = 0) -> Tensor:
+def _select(pages: Tensor, kept: Sequence[int]) -> Tensor:
     """The pages `kept`, as far as this layer has them already (one that lags behind the others has fewer)."""
     index = torch.tensor([page for page in kept if page < pages.shape[0]], dtype=torch.int64, device="cpu")
-    selected = pages.index_select(0, index.to(pages.device))
-    if room <= len(kept):
-        return selected
-    larger = pages.new_zeros((room, *pages.shape[1:]))
-    larger[: len(selected)] = selected
-    return larger
+    return pages.index_select(0, index.to(pages.device))

@@ -7,65 +7,23 @@ and reference counts, never packed data. All packed layers of a cache advance to
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .pool import NO_PAGE, PagePool
+from .device import DeviceTable, int32, table_tensors
+from .edits import SPARE_ENTRIES, TableEdits
+from .pool import NO_PAGE, PagePool, while_alone
 
 logger = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-# Spare entries of a static table: each crop that cuts into a page leaves one entry shorter than a page.
-SPARE_ENTRIES = 4
-
-
-def while_alone(method: Method) -> Method:
-    """A method that runs under `alone()` of the block table that it belongs to, or that its layer has."""
-
-    @functools.wraps(method)
-    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        table = self if isinstance(self, BlockTable) else self.table
-        with table.alone():
-            return method(self, *args, **kwargs)
-
-    return cast(Method, locked)
-
-
-@dataclass(frozen=True)
-class Edit:
-    """What a dynamic block table is going to be, made with all the memory that it takes: `BlockTable.take` needs none."""
-
-    rows: list[list[int]]
-    spans: list[tuple[int, int]]
-    row_starts: list[int]
-    packed_end: int
-    tensors: dict[torch.device, tuple[Tensor, Tensor, Tensor]]  # of each `DeviceTable`
-
-
-class Crop(NamedTuple):
-    """What a crop leaves of a block table.
-
-    Attributes:
-        kept: start and count of each entry in use.
-        end: the first position that is in no page any more.
-        edit: the table then, in the dynamic mode.
-    """
-
-    kept: list[tuple[int, int]]
-    end: int
-    edit: Edit | None
-
-
-class BlockTable:
+class BlockTable(TableEdits):
     """Which page each entry of each row uses, and which positions an entry covers.
 
     Two modes. *Dynamic*: the host knows every length; entries are added when a page falls due (`reserve`) and mirrored
@@ -77,13 +35,9 @@ class BlockTable:
         sink_tokens: exact first tokens of a row; pages start at this position.
         recent_window: newest tokens that are never packed.
         max_cache_len: capacity in tokens, for the static mode.
-
-    Attributes:
-        is_torn: whether an edit was interrupted while it was put into effect: then only `clear` and `restart` help.
     """
 
     origin = 0  # the position that all others count from; a table for sliding layers moves it
-    is_torn = False
 
     def __init__(self, page_size: int, sink_tokens: int, recent_window: int, max_cache_len: int | None = None) -> None:
         self.page_size = page_size
@@ -131,11 +85,6 @@ class BlockTable:
         self._padding_noted = -1
         self._devices: dict[torch.device, DeviceTable] = {}
         self.is_torn = False
-
-    def _start_rows_at(self, positions: list[int]) -> None:
-        """Note where rows start, and the latest of these positions: layers ask for it at every step."""
-        self.row_starts = positions
-        self.latest_start = max(positions, default=0)
 
     def _use(self, pages: PagePool) -> None:
         self.pages = pages
@@ -193,7 +142,7 @@ class BlockTable:
                 [start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)]
             )
             for device_table in self._devices.values():
-                device_table.row_start.copy_(_int32(self.row_starts))
+                device_table.row_start.copy_(int32(self.row_starts))
 
     def note_no_padding(self, length: int) -> None:
         """Let rows start where they do: a layer has taken its tokens up to `length` in without a mask.
@@ -218,7 +167,7 @@ class BlockTable:
                     row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
                 self.packed_end = end
             for device_table in self._devices.values():
-                device_table.write(self, first_new)
+                device_table.write(self.rows, self.spans, self.row_starts, first_new)
         except BaseException:  # the next layer would take them for written
             self.packed_end = had_end
             del self.spans[first_new:]
@@ -242,111 +191,9 @@ class BlockTable:
         """Forget what a forward pass that ended early has announced of the tokens from `length` on."""
         self.trim(length)
 
-    def entries_to(self, packed_end: int) -> int:
-        """Entries of what is packed before that position."""
-        return sum(start < packed_end for start, _ in self.spans)
-
-    @while_alone
-    def drop_entries(self, packed_end: int) -> None:
-        """Dynamic mode: give back the entries from `packed_end` on, which a forward pass that ended early had reserved."""
-        self.take(self.edit(spans=self.spans[: self.entries_to(packed_end)], packed_end=packed_end))
-
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
         return self.latest_start >= length
-
-    def crop(self, length: int, used: int) -> tuple[int, int]:
-        """`make_crop` of `prepare_crop`, whose arguments these are.
-
-        Returns:
-            `Crop.end`, and the entries in use.
-        """
-        crop = self.prepare_crop(length, used)
-        self.make_crop(crop)
-        self.pages.compact()
-        return crop.end, len(crop.kept)
-
-    def prepare_crop(self, length: int, used: int) -> Crop:
-        """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
-
-        Args:
-            length: tokens that remain.
-            used: entries in use.
-
-        Returns:
-            What `make_crop` puts into effect; nothing is changed before.
-
-        Raises:
-            RuntimeError: a static table has been cropped into its pages more often than it has spare entries.
-        """
-        kept = [(start, min(count, length - start)) for start, count in self.spans[:used] if start < length]
-        end = sum(kept[-1]) if kept else self.sink_tokens
-        if self.max_cache_len is not None:
-            room = len(self.spans) - len(kept)
-            needed = -(-max(0, self.max_cache_len - self.recent_window - end) // self.page_size)
-            if needed > room:
-                raise RuntimeError(
-                    f"a static cache can be cropped into packed pages {SPARE_ENTRIES} times, no more: call cache.reset(),"
-                    " or use a cache without max_cache_len."
-                )
-            return Crop(kept, end, None)
-        return Crop(kept, end, self.edit(spans=kept, packed_end=end))
-
-    @while_alone
-    def make_crop(self, crop: Crop) -> None:
-        if crop.edit is not None:
-            self.take(crop.edit)
-            return
-        with self.tearing():
-            room = len(self.spans) - len(crop.kept)
-            self.spans = crop.kept + [(crop.end + e * self.page_size, self.page_size) for e in range(room)]
-            self._own_entries(len(crop.kept))
-            self._rewrite()
-
-    @torch.inference_mode(False)
-    def edit(
-        self,
-        rows: list[list[int]] | None = None,
-        spans: list[tuple[int, int]] | None = None,
-        row_starts: list[int] | None = None,
-        packed_end: int | None = None,
-    ) -> Edit:
-        """Dynamic mode: prepare other rows, spans, ...; None keeps what is. Nothing changes until `take`.
-
-        Rows lose the entries that have no span.
-        """
-        spans = self.spans if spans is None else spans
-        rows = [row[: len(spans)] for row in rows or self.rows or []]
-        row_starts = self.row_starts if row_starts is None else row_starts
-        end = self.packed_end if packed_end is None else packed_end
-        tensors = {device: _tensors(device, rows, spans, row_starts) for device in self._devices}
-        return Edit(rows, list(spans), list(row_starts), end, tensors)
-
-    @while_alone
-    def take(self, edit: Edit) -> None:
-        """Put what `edit` has prepared into effect; it allocates no tensor."""
-        with self.tearing():
-            for row in edit.rows:
-                self.pages.share(row)
-            for row in self.rows or []:
-                self.pages.release(row)
-            self.put(edit)
-
-    def put(self, edit: Edit) -> None:
-        """As `take`, with the pages counted already."""
-        if self.rows is not None:
-            self.rows = edit.rows
-        self.spans, self.packed_end = edit.spans, edit.packed_end
-        self._start_rows_at(edit.row_starts)
-        for device, tensors in edit.tensors.items():
-            self._devices[device].hold(*tensors)
-
-    @contextmanager
-    def tearing(self) -> Iterator[None]:
-        """Around what must not end halfway: an interrupt in there leaves `is_torn`."""
-        before, self.is_torn = self.is_torn, True
-        yield
-        self.is_torn = before
 
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
@@ -376,34 +223,7 @@ class BlockTable:
         counts = [count for _, count in self.spans[:used]]
         return sum(n for row in self.rows or [] for page, n in zip(row, counts, strict=False) if page != NO_PAGE)
 
-    def selected(self, indices: Sequence[int]) -> Edit:
-        """The edit that makes row i a copy of row `indices[i]`: pages are shared, not copied."""
-        assert self.rows is not None
-        return self.edit([list(self.rows[i]) for i in indices], row_starts=[self.row_starts[i] for i in indices])
-
-    def renumbered(self, number: Mapping[int, int]) -> Edit:
-        """The edit that uses `number[page]` for every page, for a pool that is going to move them."""
-        return self.edit([[number.get(page, NO_PAGE) for page in row] for row in self.rows or []])
-
     # -- static mode -------------------------------------------------------------------------------------------------
-    def permute_rows(self, indices: Sequence[int], used: int) -> None:
-        """Static mode: make row i a copy of row `indices[i]`, every tensor at its address.
-
-        The `used` entries in use are shared; for those to come, each row keeps pages of its own.
-        """
-        assert self.rows is not None
-        past = [self.rows[i][:used] for i in indices]
-        with self.tearing():
-            for row in past:
-                self.pages.share(row)
-            for row, pages in zip(self.rows, past, strict=True):
-                self.pages.release(row[:used])
-                row[:used] = pages
-            self._rewrite()
-            for device_table in self._devices.values():
-                starts = device_table.row_start
-                starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
-
     def restore(
         self, page_ids: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], row_starts: Sequence[int], pages: int
     ) -> list[int]:
@@ -430,7 +250,7 @@ class BlockTable:
             self.spans = [*spans, *((end + e * self.page_size, self.page_size) for e in range(room))]
             self._rewrite()
             for device_table in self._devices.values():
-                device_table.row_start.copy_(_int32(row_starts))
+                device_table.row_start.copy_(int32(row_starts))
             return place
         self.pages.references = [0] * pages
         self.rows = [list(row) for row in page_ids]
@@ -440,21 +260,6 @@ class BlockTable:
         self._start_rows_at(list(row_starts))
         self._refresh()
         return place
-
-    def _own_entries(self, used: int) -> None:
-        """Static mode: give each row a page of its own for every entry from `used` on, which it is going to write.
-
-        There are as many pages as entries of all rows, so as long as rows share one, another is free.
-        """
-        for row in self.rows or []:
-            for entry in range(used, len(row)):
-                if self.pages.references[row[entry]] > 1:
-                    self.pages.release(row[entry : entry + 1])
-                    row[entry] = self.pages.allocate()
-
-    def _rewrite(self) -> None:
-        for device_table in self._devices.values():
-            device_table.write(self, 0)
 
     # -- copies ------------------------------------------------------------------------------------------------------
     @while_alone
@@ -477,7 +282,7 @@ class BlockTable:
         pages, rows = self._copied_pages(device)
         devices: dict[torch.device, DeviceTable] = {}
         for held in list(self._devices.values())[:1]:  # a static table's starts are on the device only
-            page_ids, entries, _ = _tensors(device, rows or [], self.spans, self.row_starts, spare=not self.is_static)
+            page_ids, entries, _ = table_tensors(device, rows or [], self.spans, self.row_starts, spare=not self.is_static)
             devices[device] = DeviceTable(device, page_ids, entries, held.row_start.to(device, copy=True))
 
         def use() -> None:
@@ -490,8 +295,8 @@ class BlockTable:
     def _twin(self) -> Self:
         """The same rows and spans, without a pool and without tensors."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        del twin.pages
+        # Never with the pages, not for a moment: ended there, it would give back what it has not shared.
+        twin.__dict__.update({name: value for name, value in self.__dict__.items() if name != "pages"})
         twin.rows = None if self.rows is None else [list(row) for row in self.rows]
         twin.spans, twin.row_starts = list(self.spans), list(self.row_starts)
         twin._devices = {}
@@ -541,70 +346,13 @@ class BlockTable:
         """The table as tensors on `device`."""
         if device not in self._devices:
             assert self.rows is not None
-            tensors = _tensors(device, self.rows, self.spans, self.row_starts, spare=not self.is_static)
+            tensors = table_tensors(device, self.rows, self.spans, self.row_starts, spare=not self.is_static)
             self._devices[device] = DeviceTable(device, *tensors)
         return self._devices[device]
 
     def _refresh(self) -> None:
         for device_table in self._devices.values():
-            device_table.hold(*_tensors(device_table.device, self.rows or [], self.spans, self.row_starts))
+            device_table.hold(*table_tensors(device_table.device, self.rows or [], self.spans, self.row_starts))
 
     def tensors(self) -> list[Tensor]:
         return [t for d in self._devices.values() for t in (d.page_ids, d.entries, d.row_start)]
-
-
-def entry_room(entries: int) -> int:
-    """How many entries the tensors of a dynamic table have room for when they are made for `entries`."""
-    return max(16, 1 << max(0, entries - 1).bit_length())
-
-
-class DeviceTable:
-    """A block table's tensors on one device.
-
-    Attributes:
-        page_ids: int32 [B, E], the page of each entry or `NO_PAGE`.
-        entries: int32 [E, 2], start and count.
-        row_start: int32 [B].
-    """
-
-    def __init__(self, device: torch.device, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
-        self.device = device
-        self.hold(page_ids, entries, row_start)
-
-    def hold(self, page_ids: Tensor, entries: Tensor, row_start: Tensor) -> None:
-        self.page_ids, self.entries, self.row_start = page_ids, entries, row_start
-
-    def write(self, table: BlockTable, first: int) -> None:
-        """Copy entries from `first` on to the device."""
-        assert table.rows is not None
-        last = len(table.spans)
-        if last > self.entries.shape[0]:
-            self.hold(*_tensors(self.device, table.rows, table.spans, table.row_starts))
-            return
-        if last > first:
-            self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
-            self.entries[first:last].copy_(_int32(table.spans[first:]))
-
-
-@torch.inference_mode(False)
-def _tensors(
-    device: torch.device,
-    rows: Sequence[Sequence[int]],
-    spans: Sequence[tuple[int, int]],
-    row_starts: Sequence[int],
-    spare: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`DeviceTable.page_ids`, `entries` and `row_start` of these, with room for more entries if `spare`."""
-    used = len(spans)
-    room = entry_room(used) if spare else used
-    page_ids = torch.full((len(rows), room), NO_PAGE, dtype=torch.int32, device=device)
-    entries = torch.zeros((room, 2), dtype=torch.int32, device=device)
-    if used:
-        page_ids[:, :used].copy_(_int32(rows))
-        entries[:used].copy_(_int32(spans))
-    return page_ids, entries, _int32(row_starts).to(device)
-
-
-def _int32(values: Sequence[object]) -> Tensor:
-    """Host numbers as a tensor, whatever default device the caller has set."""
-    return torch.tensor(values, dtype=torch.int32, device="cpu")
