@@ -382,9 +382,9 @@ class CacheMachine(RuleBasedStateMachine):
         """What `to` does where the target is another device: here is only one."""
         if layers := cache._settled_layers():
             for table in cache.tables:
-                table.move(CPU)
+                table.moved(CPU)()
             for layer in layers:
-                layer.move(CPU)
+                layer.move(CPU, layer.on(CPU))
         assert cache.to("cpu") is cache
 
     def _offload(self, cache: TurboQuantCache, model: CacheModel, layer: int) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -33,14 +32,13 @@ from ..pages.pool import NO_PAGE
 from ..pages.table import BlockTable
 from ..quantizer.rotary import FASTEST, Rotary
 from ..tensor_parallel import ranks, shard_facts
+from .reader import DTYPES, LARGEST, SavedFile
 from .saving import FORMAT, VERSION, model_facts
 
 if TYPE_CHECKING:
     from ..cache import TurboQuantCache
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
-_LARGEST = 2**31 - 1  # of any position, count or page number
 _LARGEST_EXACT = 1 << 17  # tokens of a window, or sinks, that no tensor in the file proves
 # A static table on the host: an entry's start and count, and a row's number for it.
 _SPAN_BYTES, _ID_BYTES = 128, 48
@@ -69,47 +67,6 @@ class _Packed:
     counters: list[int]
 
 
-class _File:
-    """An open file: checked access to the header, and to tensors whose types and shapes are known beforehand."""
-
-    def __init__(self, path: str, opened: Any) -> None:
-        self.path, self._opened = path, opened
-        self.slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        self.expected: set[str] = set()
-
-    def error(self, what: str) -> ValueError:
-        return ValueError(f"{self.path} cannot be loaded as a TurboQuantCache: {what}.")
-
-    def require(self, fits: bool, what: str) -> None:
-        if not fits:
-            raise self.error(what)
-
-    def get(self, holder: Any, name: str, *kinds: type) -> Any:
-        """`holder[name]`, which must be of one of these types exactly."""
-        self.require(isinstance(holder, dict) and name in holder, f"its header lacks {name!r}")
-        value = holder[name]
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        self.require(type(value) in kinds, f"{name}={str(value)[:80]!r} in its header is no {wanted}")
-        return value
-
-    def number(self, holder: Any, name: str, least: int, most: int = _LARGEST) -> int:
-        value: int = self.get(holder, name, int)
-        self.require(least <= value <= most, f"{name}={value} in its header is not between {least} and {most}")
-        return value
-
-    def expect(self, name: str, dtype: torch.dtype, *shape: int) -> None:
-        """Require a tensor of this type and shape."""
-        self.require(name in self.slices, f"the tensor {name!r} is missing")
-        found = (_DTYPES.get(self.slices[name].get_dtype()), tuple(self.slices[name].get_shape()))
-        self.require(found == (dtype, shape), f"the tensor {name!r} is {found}, not {(dtype, shape)}")
-        self.expected.add(name)
-
-    def tensor(self, name: str, device: torch.device | None = None) -> Tensor:
-        """A tensor that was expected, in memory of its own."""
-        tensor: Tensor = self._opened.get_tensor(name)
-        return tensor.clone() if device is None else tensor.to(device, copy=True)
-
-
 def load(
     cls: type[TurboQuantCache], path: str | os.PathLike[str], config: Any, device: torch.device | str | int | None
 ) -> TurboQuantCache:
@@ -133,7 +90,7 @@ def load(
             )
         # safetensors opens a file twice, for its header and for its tensors; by name, another could be there by then.
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as opened:
-            return _load(cls, _File(name, opened), opened.metadata() or {}, config, target)
+            return _load(cls, SavedFile(name, opened), opened.metadata() or {}, config, target)
     except SafetensorError as error:
         what = f"it is no complete safetensors file ({error})"
         raise ValueError(f"{name} cannot be loaded as a TurboQuantCache: {what}.") from None
@@ -142,7 +99,7 @@ def load(
 
 
 def _load(
-    cls: type[TurboQuantCache], file: _File, metadata: Mapping[str, str], config: Any, target: torch.device | None
+    cls: type[TurboQuantCache], file: SavedFile, metadata: Mapping[str, str], config: Any, target: torch.device | None
 ) -> TurboQuantCache:
     header = _header(file, metadata)
     _require_model(file, header, config)
@@ -206,7 +163,7 @@ def _load(
     )
 
 
-def _header(file: _File, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _header(file: SavedFile, metadata: Mapping[str, str]) -> dict[str, Any]:
     file.require(metadata.get("format") == FORMAT, "it is a safetensors file of something else")
     try:
         header = json.loads(metadata.get("header", ""))
@@ -219,7 +176,7 @@ def _header(file: _File, metadata: Mapping[str, str]) -> dict[str, Any]:
     return header
 
 
-def _require_model(file: _File, header: Mapping[str, Any], config: Any) -> None:
+def _require_model(file: SavedFile, header: Mapping[str, Any], config: Any) -> None:
     saved = file.get(header, "model", dict)
     file.require(all(type(value) in (str, int) for value in saved.values()), "its model facts are no plain values")
     if config is None:  # the heads of another rank would fit, and be others
@@ -231,7 +188,7 @@ def _require_model(file: _File, header: Mapping[str, Any], config: Any) -> None:
     file.require(not other, f"it is of another model, with {'; '.join(other)}")
 
 
-def _config(file: _File, saved: Any) -> TurboQuantConfig:
+def _config(file: SavedFile, saved: Any) -> TurboQuantConfig:
     names = {f.name for f in fields(TurboQuantConfig)}
     file.require(
         isinstance(saved, dict) and set(saved) == names, f"a quantization config does not have the fields {names}"
@@ -243,7 +200,7 @@ def _config(file: _File, saved: Any) -> TurboQuantConfig:
         raise file.error(str(error)) from None
 
 
-def _rotary(file: _File, saved: Any) -> Rotary | None:
+def _rotary(file: SavedFile, saved: Any) -> Rotary | None:
     if saved is None:
         return None
     frequencies, interleaved = file.get(saved, "frequencies", list), file.get(saved, "interleaved", bool)
@@ -252,7 +209,7 @@ def _rotary(file: _File, saved: Any) -> Rotary | None:
     return Rotary(tuple(frequencies), interleaved)
 
 
-def _table(file: _File, described: Any, max_cache_len: int | None, before: Sequence[_Table]) -> _Table:
+def _table(file: SavedFile, described: Any, max_cache_len: int | None, before: Sequence[_Table]) -> _Table:
     page_size = file.number(described, "page_size", 1)
     sink_tokens, recent_window = (file.number(described, name, 0) for name in ("sink_tokens", "recent_window"))
     rows, pages = file.get(described, "rows", int, type(None)), file.number(described, "pages", 0)
@@ -300,7 +257,7 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
     return held
 
 
-def _sliding_table(file: _File, described: Any, before: Sequence[_Table]) -> SlidingTable:
+def _sliding_table(file: SavedFile, described: Any, before: Sequence[_Table]) -> SlidingTable:
     full = before[0].table
     window = file.number(described, "window", full.recent_window + full.page_size)
     known = [held.table.window for held in before if isinstance(held.table, SlidingTable)]
@@ -315,7 +272,7 @@ def _sliding_table(file: _File, described: Any, before: Sequence[_Table]) -> Sli
 
 
 def _packed(
-    file: _File,
+    file: SavedFile,
     i: int,
     described: Any,
     configs: Sequence[TurboQuantConfig],
@@ -358,7 +315,7 @@ def _packed(
         raise file.error(str(error)) from None
     heads = file.number(state, "kv_heads", 1)
     counters = file.get(state, "counters", list)
-    fits = len(counters) == 3 and all(type(c) is int and 0 <= c <= _LARGEST for c in counters)
+    fits = len(counters) == 3 and all(type(c) is int and 0 <= c <= LARGEST for c in counters)
     file.require(fits, f"layer {i} has counters that are no three numbers")
     length, packed_end, used = counters
     file.require(used <= len(held.entries), f"layer {i} uses more entries than there are")
@@ -382,11 +339,11 @@ def _packed(
     return layer, _Packed(layout, dtype, heads, device, rows, counters)
 
 
-def _stock(file: _File, i: int, prefix: str, described: Any, target: torch.device | None) -> Any:
+def _stock(file: SavedFile, i: int, prefix: str, described: Any, target: torch.device | None) -> Any:
     _device(file, described, target)
     found = {name: s for name, s in file.slices.items() if name.startswith(prefix)}
     shapes = {name.removeprefix(prefix): tuple(s.get_shape()) for name, s in found.items()}
-    kinds = {name.removeprefix(prefix): _DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
+    kinds = {name.removeprefix(prefix): DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
     try:
         layer = stock.build(file.get(described, "layer", dict))
         stock.check_contents(layer, file.get(described, "numbers", dict), shapes, kinds)
@@ -396,7 +353,7 @@ def _stock(file: _File, i: int, prefix: str, described: Any, target: torch.devic
     return layer
 
 
-def _device(file: _File, described: Any, target: torch.device | None) -> torch.device:
+def _device(file: SavedFile, described: Any, target: torch.device | None) -> torch.device:
     """Where a layer goes: to the target, or where it was."""
     if target is not None:
         return target
@@ -412,7 +369,7 @@ def _device(file: _File, described: Any, target: torch.device | None) -> torch.d
 
 def _require_layers(
     cls: type[TurboQuantCache],
-    file: _File,
+    file: SavedFile,
     layers: Sequence[Any],
     quantization: TurboQuantConfig,
     max_cache_len: int | None,
@@ -437,7 +394,7 @@ def _require_layers(
 
 
 def _require_agreement(
-    file: _File,
+    file: SavedFile,
     tables: Sequence[_Table],
     layers: Sequence[Any],
     states: Sequence[_Packed | None],
@@ -465,7 +422,7 @@ def _require_agreement(
 
 
 def _require_memory(
-    file: _File, tables: Sequence[_Table], layers: Sequence[Any], states: Sequence[_Packed | None]
+    file: SavedFile, tables: Sequence[_Table], layers: Sequence[Any], states: Sequence[_Packed | None]
 ) -> None:
     """A static cache must fit the memory of its devices, and its block table that of the host."""
     needed: dict[torch.device, int] = {}
@@ -489,7 +446,7 @@ def _require_memory(
 
 
 @torch.inference_mode(False)
-def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) -> None:
+def _fill_packed(file: SavedFile, i: int, layer: TurboQuantLayer, state: _Packed) -> None:
     """Everything but the pages."""
     prefix = f"layers.{i}."
     key, value = (
@@ -502,14 +459,14 @@ def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) ->
     layer.cut(torch.tensor(state.counters, dtype=torch.int32, device="cpu"), no_page_left=False)
 
 
-def _fill_stock(file: _File, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:
+def _fill_stock(file: SavedFile, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:
     where = _device(file, made, target)
     names = [name for name in file.expected if name.startswith(prefix)]
     stock.fill(layer, made["numbers"], {n.removeprefix(prefix): file.tensor(n, where) for n in names})
 
 
 @torch.inference_mode(False)
-def _fill_table(file: _File, held: _Table, layers: Sequence[Any]) -> None:
+def _fill_table(file: SavedFile, held: _Table, layers: Sequence[Any]) -> None:
     """The rows, and the pages of all layers."""
     if not held.row_start:
         return

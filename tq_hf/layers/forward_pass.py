@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..pages.table import BlockTable
-from .full import UNEVEN, TurboQuantLayer
+from .checks import UNEVEN
+from .full import TurboQuantLayer
 from .hybrid import HybridLayer
 from .stock import all_or_nothing
 
@@ -79,6 +80,11 @@ class ForwardPass:
                 raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
             self.stock.add(layer_idx)
         self.seen.add(update)
+
+    def leave(self, layer_idx: int) -> None:
+        """A layer's update failed. A packed one is as before; transformers' own may have changed all the same."""
+        if layer_idx not in self.stock:
+            self.seen.discard((layer_idx, *ATTENTION))
 
     @contextmanager
     def edit(self, name: str, stock: Sequence[Any]) -> Iterator[Change]:
