@@ -139,7 +139,7 @@ class TurboQuantCache(CacheEdits):
         packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
         for i in packed:
             self.layers[i].index = i
-        self.last_packed = max(packed, default=-1)
+        self.packed_indices, self.last_packed = frozenset(packed), max(packed, default=-1)
         if self.table.is_static and len(packed) > 1:
             self.layers[packed[0]].last_layer = self.layers[packed[-1]]
 
@@ -160,11 +160,15 @@ class TurboQuantCache(CacheEdits):
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
+        layer = self.layers[layer_idx]
         if torch.compiler.is_compiling():
-            return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+            return layer.update(key_states, value_states, *args, **kwargs)
         self.forward_pass.enter(self, layer_idx, ATTENTION)
         try:
-            states = self._update(key_states, value_states, layer_idx, *args, **kwargs)
+            if self.offloading:
+                states = self._update_offloaded(key_states, value_states, layer_idx, *args, **kwargs)
+            else:  # as transformers' own method does, without its call: this is once a layer and token
+                states = layer.update(key_states, value_states, *args, **kwargs)
         except BaseException:
             self.forward_pass.leave(layer_idx)
             raise
@@ -172,10 +176,10 @@ class TurboQuantCache(CacheEdits):
             states[0].step.ends = self.layers
         return states
 
-    def _update(
+    def _update_offloaded(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        if not self.offloading or key_states.is_cuda:
+        if key_states.is_cuda:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.prefetch(layer_idx + 1, self.only_non_sliding)  # transformers' own code needs CUDA streams
         states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)

@@ -19,6 +19,9 @@ OTHER_STATE = ("flags", "counters")
 BALANCE_CONSTANTS = ("partner", "partner_share")
 
 
+NOTHING: dict[str, Tensor] = {}
+
+
 class Before(NamedTuple):
     """What a layer was before the tokens of the forward pass under way, as far as they change it.
 
@@ -87,12 +90,14 @@ class LayerEdits:
     # -- a forward pass that ended early ---------------------------------------------------------------------------------
     def _as_it_is(self, step: Step, due: int, learns: bool) -> Before:
         """What `take_back` needs to undo the commit of a step that packs `due` pages and may make balance factors."""
+        if not due and not learns and step.new == 1:
+            return Before(self.length, self.packed_end, self.is_empty, NOTHING)
         names: tuple[str, ...] = ("flags",) if due else ()
         if self.length and self.length + step.new - self.packed_end > self.ring_key.shape[2]:
             names += RING  # it is going to overwrite tokens that are in no page yet
         if learns:
             names += BALANCE_STATE
-        return Before(self.length, self.packed_end, self.is_empty, self._copied(names) if names else {})
+        return Before(self.length, self.packed_end, self.is_empty, self._copied(names))
 
     @torch.inference_mode(False)
     def _copied(self, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class ForwardPass:
     """
 
     def __init__(self) -> None:
-        self.seen: set[tuple[object, ...]] = set()
+        self.seen: set[object] = set()
         self.start = 0
         self.stock: set[int] = set()
         self.expected: dict[bool, set[int]] = {}
@@ -66,25 +66,31 @@ class ForwardPass:
         Raises:
             RuntimeError: another forward pass has not reached all layers.
         """
-        update = (layer_idx, *state)
-        if update in self.seen:
-            self.require_over(cache)
-            if not cache.table.is_static:
-                self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
-            self.seen, self.stock = set(), set()
-        if not self.seen and not cache.table.is_static:
-            packed = cache.packed_layers
-            self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
-        if state != ATTENTION or not isinstance(cache.layers[layer_idx], TurboQuantLayer):
+        update = _update(layer_idx, state)
+        if not self.seen or update in self.seen:
+            self._begin(cache)
+        if state is not ATTENTION or layer_idx not in cache.packed_indices:
             if layer_idx > cache.last_packed and self.expected and layer_idx not in set().union(*self.expected.values()):
                 raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
             self.stock.add(layer_idx)
         self.seen.add(update)
 
+    def _begin(self, cache: TurboQuantCache) -> None:
+        """Another forward pass comes to its first layer."""
+        is_static = cache.table.is_static
+        if self.seen:
+            self.require_over(cache)
+            if not is_static and cache.last_packed + 1 < len(cache.layers):
+                self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
+            self.seen, self.stock = set(), set()
+        if not is_static:
+            packed = cache.packed_layers
+            self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
+
     def leave(self, layer_idx: int) -> None:
         """A layer's update failed. A packed one is as before; transformers' own may have changed all the same."""
         if layer_idx not in self.stock:
-            self.seen.discard((layer_idx, *ATTENTION))
+            self.seen.discard(_update(layer_idx, ATTENTION))
 
     @contextmanager
     def edit(self, name: str, stock: Sequence[Any]) -> Iterator[Change]:
@@ -116,13 +122,8 @@ class ForwardPass:
             RuntimeError: saying which layers do not, and what to do.
         """
         if self.is_over(cache):
-            packed_ends: dict[BlockTable, int] = {}
-            for layer in cache.packed_layers:
-                if layer.is_initialized:
-                    packed_ends[layer.table] = max(layer.packed_end, packed_ends.get(layer.table, 0))
-            for table, packed_end in packed_ends.items():
-                if table.packed_end > packed_end and not table.is_static:
-                    table.drop_entries(packed_end)
+            if not cache.table.is_static:
+                _drop_reserved(cache.packed_layers)
             return
         self._require_mendable(cache)
         ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
@@ -147,17 +148,20 @@ class ForwardPass:
         """Whether all layers have got the tokens of the newest forward pass, or none has."""
         if self.unfinished is not None or any(table.is_torn for table in cache.tables):
             return False
-        layers = cache.packed_layers
-        if any(layer.is_torn for layer in layers):
-            return False
-        if cache.table.is_static:
-            return True  # lengths are on the device: `TurboQuantLayer` compares them there
-        lengths = {layer.get_seq_length() for layer in layers}
+        layers, is_static = cache.packed_layers, cache.table.is_static
+        lengths = set()
+        for layer in layers:
+            if layer.is_torn:
+                return False
+            if not is_static:  # otherwise they are on the device: `TurboQuantLayer` compares them there
+                lengths.add(layer.get_seq_length())
+        if is_static:
+            return True
         if len(lengths) > 1:
             return False
-        if layers and lengths == {self.start}:
+        if lengths == {self.start}:
             return not self.stock
-        return not self.seen or self.expected.get(self._is_one_token(cache), set()) <= self.stock
+        return not (self.seen and self.expected) or self.expected.get(self._is_one_token(cache), set()) <= self.stock
 
     def _is_one_token(self, cache: TurboQuantCache) -> bool:
         return longest(cache) - self.start == 1
@@ -218,6 +222,21 @@ class ForwardPass:
                 layer.keys, layer.values = _first(layer.keys, self.start), _first(layer.values, self.start)
         self.forget()
         return tokens_to_remove - extra
+
+
+def _update(layer_idx: int, state: tuple[object, ...]) -> object:
+    return layer_idx if state is ATTENTION else (layer_idx, *state)
+
+
+def _drop_reserved(layers: Sequence[TurboQuantLayer]) -> None:
+    """Give back the entries that a forward pass reserved whose layers have all taken back its tokens."""
+    packed_ends: dict[BlockTable, int] = {}
+    for layer in layers:
+        if layer.is_initialized and layer.packed_end > packed_ends.get(layer.table, -1):
+            packed_ends[layer.table] = layer.packed_end
+    for table, packed_end in packed_ends.items():
+        if table.packed_end > packed_end:
+            table.drop_entries(packed_end)
 
 
 def _with_pending(layer: TurboQuantLayer) -> int:

@@ -282,21 +282,22 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         """
         if step.committed:
             return
-        if self.table.is_static:
+        is_static, learns = self.table.is_static, self._learns_balance()
+        if is_static:
             due = (step.new + self.config.page_size - 1) // self.config.page_size  # at most
         else:
             due = self.table.due(self.length + step.new, self.packed_end)
         if torch.compiler.is_compiling():
-            self._take_in(step, mask, query, due)
+            self._take_in(step, mask, query, due, learns)
             return
-        if not self.table.is_static:
-            self.before = self._as_it_is(step, due, self._learns_balance())
+        if not is_static:
+            self.before = self._as_it_is(step, due, learns)
         self.is_torn = True
         try:
-            self._take_in(step, mask, query, due)
+            self._take_in(step, mask, query, due, learns)
         except BaseException:
             step.committed = False
-            if not self.table.is_static:
+            if not is_static:
                 self.take_back()
             raise
         self.is_torn = False
@@ -304,22 +305,22 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             if isinstance(layer, TurboQuantLayer):
                 layer.before = None
 
-    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int) -> None:
-        """`commit`, with `due` pages to pack."""
+    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
+        """`commit`, with `due` pages to pack, of a layer that (still) `learns` its keys' balance."""
         table, new = self.table, step.new
+        is_static = table.is_static
         key, value = step.rows
-        starts = new > 1 or step.is_first or (not table.is_static and table.is_padding_only(step.start))
-        learns = self._learns_balance()
+        starts = new > 1 or step.is_first or (not is_static and table.is_padding_only(step.start))
         keep = None
         if mask is not None and (due or starts or learns):
             keep = self._kept(step, mask)
             if starts:
-                table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
-        elif starts and not table.is_static:
+                table.note_padding(keep, self.counters[0] if is_static else step.start, new)
+        elif starts and not is_static:
             table.note_no_padding(step.start + new)
         if learns:
             self._observe(step, query, keep)
-        if not table.is_static:
+        if not is_static:
             self.length += new
             if due:
                 self.packed_end += due * self.config.page_size

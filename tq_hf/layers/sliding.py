@@ -347,9 +347,9 @@ class SlidingLayer(TurboQuantLayer):
                 " what cache.update() returned in one attention call."
             )
 
-    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int) -> None:
+    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
         self.table.announce(step.start, step.new)
-        super()._take_in(step, mask, query, due)
+        super()._take_in(step, mask, query, due, learns)
 
     def _kept(self, step: Step, mask: Tensor) -> Tensor:
         keep, hidden = super()._kept(step, mask), self.hidden(step)
