@@ -434,3 +434,27 @@ def test_no_memory_for_a_smaller_pool() -> None:
         assert equal(state_of(tried), after)
         assert equal(forward(tried, 33, seed=5), wanted)
         require_sound(tried)
+
+
+# -- what no sampled place is sure to reach ----------------------------------------------------------------------------
+def test_pages_reserved_by_a_step_that_failed_are_given_back() -> None:
+    kind, sizes, tokens = FORWARD["decode that packs"]
+    cache = cache_of(kind, *sizes)
+    table, used = cache.table, cache.table.pages.used
+    with expected(FailingOp(1, does_its_work=False)):  # attend, then commit of the first layer
+        forward(cache, tokens)
+    assert table.pages.used == used + ROWS  # the first layer has reserved them
+    list(cache)  # any use that finds the pass over
+    assert cache.get_seq_length() == sum(sizes) and table.pages.used == used
+    require_sound(cache)
+
+
+def test_a_commit_that_failed_is_undone_at_once() -> None:
+    """Not only by the `crop` that a later use would ask for: the layer itself is as it was."""
+    kind, sizes, tokens = FORWARD["chunk"]
+    cache = cache_of(kind, *sizes)
+    layer, before = cache.layers[0], state_of(cache)
+    with expected(FailingOp(1, does_its_work=True)):
+        forward(cache, tokens)
+    assert not layer.is_torn and layer.pending is None and layer.get_seq_length() == sum(sizes)
+    assert equal(state_of(cache), before)
