@@ -37,9 +37,8 @@ class Ranks:
         self._processes = []
         for rank in range(count):
             mine, its = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, count, str(folder / "meeting"), backend, its), daemon=True
-            )
+            # Not as daemons, which may have no children: lm-eval writes its tables with some. They end with their pipe.
+            process = context.Process(target=_serve, args=(rank, count, str(folder / "meeting"), backend, its))
             process.start()
             its.close()
             self._pipes.append(mine)

@@ -147,7 +147,7 @@ def test_queries_on_another_device(attention: str, history: int) -> None:
         cache = TurboQuantCache(FULL, "tq4")
         twin = TurboQuantCache(FULL, "tq4")
         for each in (cache, twin):
-            _ = read(each, ("cuda:0",), (history,) if history else ())
+            _ = read(each, ("cuda:0", "cuda:0"), (history,) if history else ())
         handles = cache.update(put(states(5, 2, 7), "cuda:0"), put(states(5, 2, 8), "cuda:0"), 0)
         query = put(states(5, 4, 9), "cuda:1")
         with pytest.raises(ValueError, match=f"a tensor on cuda:1, and its keys are on cuda:0: .*{ONE_DEVICE}"):
@@ -156,7 +156,7 @@ def test_queries_on_another_device(attention: str, history: int) -> None:
             else:
                 scaled_dot_product_attention(query, *handles, is_causal=not history, enable_gqa=True)  # of torch
         assert cache.get_seq_length() == history
-        outputs = [read(each, ("cuda:0",), (30, 1), seed=3) for each in (cache, twin)]
+        outputs = [read(each, ("cuda:0", "cuda:0"), (30, 1), seed=3) for each in (cache, twin)]
         assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
 

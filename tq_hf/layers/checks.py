@@ -101,7 +101,8 @@ class LayerChecks:
             last = self.last_layer
             if last is not None and last.is_initialized:
                 pending = 0 if last.pending is None else last.pending.new
-                torch._assert_async(last.counters[0] + pending == self.counters[0], UNEVEN)
+                newest = (last.counters[0] + pending).to(self.device)  # which may be another
+                torch._assert_async(newest == self.counters[0], UNEVEN)
 
     def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
         """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length].
