@@ -298,6 +298,9 @@ class TurboQuantCache(CacheEdits):
 
     def report(self) -> CacheReport:
         """Tokens packed and exact, bytes and the ratio to bf16, layer by layer."""
+        for layer in self.packed_layers:
+            if layer.is_initialized:
+                layer.flush()  # after the last one, no layer needs what would undo the forward pass
         layers = []
         for i, layer in enumerate(self.layers):
             layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
