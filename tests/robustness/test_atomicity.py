@@ -458,3 +458,24 @@ def test_a_commit_that_failed_is_undone_at_once() -> None:
         forward(cache, tokens)
     assert not layer.is_torn and layer.pending is None and layer.get_seq_length() == sum(sizes)
     assert equal(state_of(cache), before)
+
+
+def test_an_interrupt_at_the_end_of_an_update_is_not_a_refusal() -> None:
+    """The layer has its tokens then, and the others have none."""
+    cache = cache_of("full", 90, 1)
+    key, value = states(1, ROWS, seed=3), states(1, ROWS, seed=4)
+    update, layer = cache.layers[0].update, cache.layers[0]
+
+    def interrupted(*args: Any) -> Any:
+        update(*args)
+        raise KeyboardInterrupt
+
+    layer.update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cache.update(key, value, 0)
+    del layer.update
+    with pytest.raises(RuntimeError, match=r"only layer 0 of 2 hold its tokens\. Call cache\.crop\(-1\)"):
+        cache.update(key, value, 0)
+    cache.crop(-1)
+    forward(cache, 1)
+    assert cache.get_seq_length() == 92

@@ -50,6 +50,7 @@ class ForwardPass:
         stock: the layers of transformers' own (or such parts of hybrid ones) among them.
         expected: the same of the layers behind the last packed one, in earlier forward passes; by whether these had a single
             token, for which models may have other code.
+        has_failed: whether an update of this pass has failed.
         unfinished: the edit of the whole cache that was interrupted while it was put into effect.
     """
 
@@ -59,6 +60,7 @@ class ForwardPass:
         self.stock: set[int] = set()
         self.expected: dict[bool, set[int]] = {}
         self.unfinished: str | None = None
+        self.has_failed = False
 
     def enter(self, cache: TurboQuantCache, layer_idx: int, state: tuple[object, ...]) -> None:
         """Called before a layer is updated.
@@ -72,14 +74,17 @@ class ForwardPass:
         if state is not ATTENTION or layer_idx not in cache.packed_indices:
             if layer_idx > cache.last_packed and self.expected and layer_idx not in set().union(*self.expected.values()):
                 raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+            self.seen.add(update)
             self.stock.add(layer_idx)
+            return
         self.seen.add(update)
 
     def _begin(self, cache: TurboQuantCache) -> None:
         """Another forward pass comes to its first layer."""
         is_static = cache.table.is_static
-        if self.seen:
+        if self.seen or self.has_failed:
             self.require_over(cache)
+            self.has_failed = False
             if not is_static and cache.last_packed + 1 < len(cache.layers):
                 self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
             self.seen, self.stock = set(), set()
@@ -88,7 +93,9 @@ class ForwardPass:
             self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
 
     def leave(self, layer_idx: int) -> None:
-        """A layer's update failed. A packed one is as before; transformers' own may have changed all the same."""
+        """A layer's update failed: a packed one has refused its tokens, or was interrupted once it had them, which the next
+        pass looks at. One of transformers' own may have changed all the same."""
+        self.has_failed = True
         if layer_idx not in self.stock:
             self.seen.discard(_update(layer_idx, ATTENTION))
 
@@ -112,7 +119,7 @@ class ForwardPass:
 
     def forget(self) -> None:
         """There is no forward pass any more that might not be over."""
-        self.seen, self.stock, self.unfinished = set(), set(), None
+        self.seen, self.stock, self.unfinished, self.has_failed = set(), set(), None, False
 
     # -- did it reach all layers? --------------------------------------------------------------------------------------
     def require_over(self, cache: TurboQuantCache) -> None:
