@@ -245,9 +245,7 @@ def run(argv: Sequence[str]) -> int:
     print(text)
     if args.page is not None:
         if results.found["gpu"] == "no GPU":
-            raise RequestError(
-                f"{args.json} is of a dry run, whose times are none: nothing was written to {args.page}."
-            )
+            raise RequestError(f"{args.json} is of a dry run, whose times are none: nothing was written to {args.page}.")
         try:
             write_page(args.page, text)
         except (OSError, ValueError) as error:

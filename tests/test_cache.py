@@ -18,9 +18,7 @@ from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 CONFIG = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 
 
-def states(
-    tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, seed: int = 0, dtype: Any = torch.float32
-) -> Tensor:
+def states(tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, seed: int = 0, dtype: Any = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype)
 

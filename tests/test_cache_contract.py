@@ -405,9 +405,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_hybrid"])
-def test_an_offloaded_cache_gives_the_reference_tokens(
-    family: str, attention: str, traffic: list[tuple[str, int]]
-) -> None:
+def test_an_offloaded_cache_gives_the_reference_tokens(family: str, attention: str, traffic: list[tuple[str, int]]) -> None:
     model = tiny_model(family, **({"num_hidden_layers": 3} if family == "llama" else {}))
     ids, mask = left_padded(2, 100, [0, 30])
     expected = reference(model, ids, mask, num_beams=2, new=12)

@@ -65,9 +65,7 @@ def test_a_device_map_gives_the_tokens_of_one_gpu(preset: str, kind: dict[str, A
 def test_a_balanced_map_of_transformers_own(tmp_path: Path) -> None:
     model_of().save_pretrained(tmp_path)
     size = sum(parameter.nbytes for parameter in model_of().parameters())
-    model = on_ranks.load(
-        tmp_path, device_map="balanced", max_memory={0: int(0.7 * size), 1: size}, dtype=torch.float16
-    )
+    model = on_ranks.load(tmp_path, device_map="balanced", max_memory={0: int(0.7 * size), 1: size}, dtype=torch.float16)
     assert len(set(model.hf_device_map.values())) == 2
     ids, mask = padded()
     two, one = (on_ranks.generate(each, {"preset": "raw"}, ids, mask) for each in (model, model_of("cuda:0")))

@@ -66,9 +66,7 @@ def flush(cache: TurboQuantCache) -> None:
         (63, 128, torch.bfloat16, set()),
     ],
 )
-def test_a_layer_is_packed_where_that_is_smaller(
-    window: int, dim: int, dtype: torch.dtype, packed_by: set[str]
-) -> None:
+def test_a_layer_is_packed_where_that_is_smaller(window: int, dim: int, dtype: torch.dtype, packed_by: set[str]) -> None:
     presets = ("tq4", "tq3", "tq3v2", "tq2", "k8v4", "4bit_nc", "3bit_nc", "raw")
     assert {p for p in presets if packs_window(PRESETS[p], window, dim, dim, dtype)} == packed_by
 
@@ -120,9 +118,7 @@ def test_what_is_not_packed_keeps_transformers_class() -> None:
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "sizes", [[1] * 400, [300, *[1] * 100], [150] * 3, [33] * 12, [7, 500, 1, 64, 1, 200, 1]], ids=len
-)
+@pytest.mark.parametrize("sizes", [[1] * 400, [300, *[1] * 100], [150] * 3, [33] * 12, [7, 500, 1, 64, 1, 200, 1]], ids=len)
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_handles_show_what_transformers_own_layer_shows(sizes: list[int], sinks: int) -> None:
     ours, stock = new_cache(sink_tokens=sinks), DynamicCache(config=mistral())

@@ -75,9 +75,7 @@ def test_chunks_read_what_single_tokens_read(model: Any, texts: list[list[int]],
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
-def test_unquantized_pages_score_as_the_exact_model(
-    model: Any, texts: list[list[int]], mode: str, attention: str
-) -> None:
+def test_unquantized_pages_score_as_the_exact_model(model: Any, texts: list[list[int]], mode: str, attention: str) -> None:
     model.set_attn_implementation(attention)
     scores = score(model, texts, mode, "raw", page_size=32, **({} if mode == "packed" else {"recent_window": 16}))
     for row, text in enumerate(texts):

@@ -1,6 +1,6 @@
 """`TurboQuantCache`: a drop-in for transformers' `DynamicCache` (or, with `max_cache_len`, `StaticCache`).
 
-    model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
+model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class TurboQuantCache(CacheEdits):
         if self.table.is_static and len(packed) > 1:
             self.layers[packed[0]].last_layer = self.layers[packed[-1]]
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
 
         Raises:
@@ -190,9 +188,7 @@ class TurboQuantCache(CacheEdits):
         self._note_linear(layer_idx, "convolution", state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         self._note_linear(layer_idx, "recurrence", state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 

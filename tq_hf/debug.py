@@ -52,9 +52,7 @@ def check_state(layer: TurboQuantLayer, new: int = 0) -> None:
     rows, room = table.page_ids.shape
     held = (layer.ring_key.shape[0], table.row_start.shape[0])
     require(held == (rows, rows), f"the block table has {rows} rows, its tokens and row starts {held}")
-    require(
-        0 <= length and (limit is None or length + new <= limit), f"a length of {length} and {new} more, of {limit}"
-    )
+    require(0 <= length and (limit is None or length + new <= limit), f"a length of {length} and {new} more, of {limit}")
     within = min(room, len(table.entries))
     require(0 <= used and used + due <= within, f"{used} entries in use and {due} due, of {within} in the block table")
     require(length - packed_end <= slots, f"tokens {packed_end} to {length} are exact, and there are {slots} slots")

@@ -169,9 +169,7 @@ class TurboQuantLM(HFLM):
         size, scheduler = self._batching(override_bs)
         representatives = [requests[inputs[tokens][0]] for tokens in order]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        with tqdm(
-            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
-        ) as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests") as bar:
             if scheduler is not None:
                 self.batch_sizes: dict[int, int] = {}  # detected anew for these requests
             position = 0
@@ -297,9 +295,7 @@ class TurboQuantLM(HFLM):
                     **{argument: cache},
                 )
 
-    def _count_generated(
-        self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int
-    ) -> None:
+    def _count_generated(self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int) -> None:
         """Count what the last forward pass of a generation read; the newest token was not fed to the model any more."""
         fed = length - 1
         prompt = attention_mask.shape[1]

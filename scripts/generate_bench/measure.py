@@ -138,9 +138,7 @@ def measure(
     return result
 
 
-def generate(
-    model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None
-) -> Generation:
+def generate(model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None) -> Generation:
     options = {}
     if cache.compiled and model.device.type == "cpu":  # where generate() compiles on request only: dry runs trace
         options["compile_config"] = CompileConfig(mode="default", backend="eager")
@@ -166,9 +164,7 @@ def packed_facts(made: Any) -> Result:
     report = made.report()
     made.check()
     if any(table.dense_read_noted for table in made.tables):
-        raise RuntimeError(
-            "a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages."
-        )
+        raise RuntimeError("a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages.")
     share = report.packed_tokens / (report.packed_tokens + report.exact_tokens)
     if not share > 0:
         raise RuntimeError("no page was packed: this is no time of packed pages.")

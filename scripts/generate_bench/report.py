@@ -96,9 +96,7 @@ def tables(found: dict[str, Any]) -> str:
         parts.append("Not measured: " + "; ".join(f"{name}: {why}" for name, why in found["missing"].items()) + ".")
     if found["capacity"]:
         head = ("shape", "tokens", "cache", "largest batch", "times DynamicCache")
-        parts.append(
-            "### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"])))
-        )
+        parts.append("### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"]))))
     parts += [profile_table(row) for row in found["profiles"]]
     return "\n\n".join(parts)
 
@@ -178,8 +176,7 @@ def profile_table(row: Row) -> str:
     ]
     parts = markdown(("part", "ms"), [[name, f"{1e3 * seconds:.2f}"] for name, seconds in lines])
     kernels = [
-        [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"]
-        for name, calls, time in profile["kernels"]
+        [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"] for name, calls, time in profile["kernels"]
     ]
     calls, time = profile["other_kernels"]
     if calls:

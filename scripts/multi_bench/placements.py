@@ -25,11 +25,7 @@ def place(placement: str, shape: str, device_type: str) -> Any:
 
     With tensor parallelism every rank makes the whole model and keeps its part; `torchrun` has started the ranks.
     """
-    local = (
-        torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
+    local = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device("cpu")
     if local.type == "cuda":
         torch.cuda.set_device(local)
     model = build_model(shape, "sdpa", local)
@@ -74,9 +70,7 @@ def fill(model: Any, cache: Any, rows: int, tokens: int) -> None:
         generator = torch.Generator(local.device).manual_seed(index)
         shape = (rows, local.shape[0] // dim, tokens, dim)
         keys, values = (
-            torch.empty(shape, dtype=local.dtype, device=local.device).normal_(
-                0, STANDARD_DEVIATION, generator=generator
-            )
+            torch.empty(shape, dtype=local.dtype, device=local.device).normal_(0, STANDARD_DEVIATION, generator=generator)
             for _ in range(2)
         )
         cache.update(keys, values, index)

@@ -36,9 +36,7 @@ def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="turboquant", **options).eval()
 
 
-def generate(
-    model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any
-) -> Any:
+def generate(model: Any, kind: dict[str, Any], ids: Tensor, mask: Tensor, compiled: bool = False, **options: Any) -> Any:
     """Greedy tokens, and what can be seen of the cache that they filled; tensors on the CPU.
 
     Args:

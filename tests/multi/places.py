@@ -28,9 +28,7 @@ class Places(TorchFunctionMode):
         found = {place_of(tensor) for tensor in given if tensor.dim() or place_of(tensor) != HOST}
         copies = name in ("copy_", "__setitem__")  # which torch does between devices
         if len(found) > 1 and not copies:
-            raise RuntimeError(
-                f"{name}: expected all tensors to be on the same device, found {sorted(map(str, found))}"
-            )
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, found {sorted(map(str, found))}")
         places = {torch.device(target)} if target is not None else {place_of(args[0])} if copies else found
         return _put(function(*args, **kwargs), next(iter(places), HOST))
 

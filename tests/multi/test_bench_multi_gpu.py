@@ -105,10 +105,7 @@ def test_tables_go_between_the_marks_of_a_page(tmp_path: Path, capsys: pytest.Ca
     assert text.startswith(f"Before\n\n{BEGIN}\n\n2 × Some GPU, ") and "old" not in text
     assert text.endswith(f"\n\n{END}\n\nafter\n")
     assert "| 8 × 32k | tq4 | tensor parallel × 2, recompiled: 3 | 666.7 | 1.67 | 12.00 | 1.00 | 2.00 | 4.00 |" in text
-    assert (
-        "Not measured: device_map, 8x32k, tq4: OOM: 2 GiB more." in text
-        and tables(json.loads(found.read_text())) in text
-    )
+    assert "Not measured: device_map, 8x32k, tq4: OOM: 2 GiB more." in text and tables(json.loads(found.read_text())) in text
     page.write_text("no marks", encoding="utf-8")
     assert serve(bench_multi_gpu.run, ["--json", str(found), "--report", "--page", str(page)]) == 2
     assert "page.md has no lines <!-- measured -->" in capsys.readouterr().err

@@ -40,9 +40,7 @@ def test_a_model_half_on_the_disk(model_folder: Path, tmp_path: Path, kind: dict
     ids = tiny_models.prompt(2, 190, vocab=MODEL["vocab_size"])
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
-    found, expected = (
-        on_ranks.generate(model, kind, ids * mask, mask) for model in (spread, on_ranks.load(model_folder))
-    )
+    found, expected = (on_ranks.generate(model, kind, ids * mask, mask) for model in (spread, on_ranks.load(model_folder)))
     assert torch.equal(found["tokens"], expected["tokens"]) and torch.equal(found["logits"], expected["logits"])
     assert found["packed"] == expected["packed"] > 0.5 and not found["dense"]
     assert all(torch.equal(*pages) for pages in zip(found["pages"], expected["pages"], strict=True))

@@ -1,6 +1,6 @@
 """Prints the robustness tests' counts after pytest's own summary, and lets them run longer:
 
-    python -m pytest tests/robustness --soak
+python -m pytest tests/robustness --soak
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ FORWARD: dict[str, tuple[str, tuple[int, ...], int]] = {
     "stock": ("stock", (60,), 1),
 }
 
+
 def test_the_cases_are_what_they_say() -> None:
     kind, sizes, tokens = FORWARD["decode that packs"]
     cache = cache_of(kind, *sizes)

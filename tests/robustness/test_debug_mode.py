@@ -123,9 +123,7 @@ def test_sound_tables_pass(debugging: None, family: str, options: dict[str, Any]
     assert cache.report().packed_tokens > 0
 
 
-def test_non_finite_states_are_reported_once_with_layer_and_head(
-    debugging: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_states_are_reported_once_with_layer_and_head(debugging: None, caplog: pytest.LogCaptureFixture) -> None:
     cache = filled(LENGTH, batch=2, **SMALL)
     key, value = states(1, 2, seed=3), states(1, 2, seed=4)
     value[1, 0, 0, 7] = torch.nan
@@ -134,9 +132,7 @@ def test_non_finite_states_are_reported_once_with_layer_and_head(
         cache.layers[1].flush()
         for _ in range(60):  # its page is packed meanwhile
             attend(cache)
-    assert [record.getMessage() for record in caplog.records] == [
-        "TQ_HF_DEBUG: layer 1: KV heads [0]: a non-finite value"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["TQ_HF_DEBUG: layer 1: KV heads [0]: a non-finite value"]
 
 
 PROGRAM = """

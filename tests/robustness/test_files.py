@@ -55,9 +55,7 @@ def load_or_refuse(path: Path, data: bytes, config: Any = None) -> TurboQuantCac
         tracemalloc.stop()
     assert peak < 40 * len(data) + (1 << 20), f"{peak:,} bytes of Python objects for a file of {len(data):,}"
     if cache is None or not cache.table.is_static:  # whose size is in its header, and checked against the memory
-        assert largest.nbytes <= 2 * len(data) + (1 << 12), (
-            f"a tensor of {largest.nbytes:,} for a file of {len(data):,}"
-        )
+        assert largest.nbytes <= 2 * len(data) + (1 << 12), f"a tensor of {largest.nbytes:,} for a file of {len(data):,}"
     return cache
 
 
@@ -299,9 +297,7 @@ def test_links_are_read_through_and_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-def test_the_unfinished_file_is_not_one_that_others_have_put_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unfinished_file_is_not_one_that_others_have_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link of its name would lead the bytes elsewhere: the name is random, and it must be new."""
     (tmp_path / "victim").write_bytes(b"precious")
     monkeypatch.setattr("tq_hf.files.saving.secrets.token_hex", lambda n: "guessed")
@@ -421,9 +417,7 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
     expected = {n: content(filled(n, **TWO_LAYERS)) for n in lengths}
     path = tmp_path / "cache"
     writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(n), "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n), "2"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for n in lengths
     ]
     for writer in writers:

@@ -116,9 +116,7 @@ def test_a_bad_token_changes_no_other_row_in_the_kernels(name: str, device: str)
     assert output[0].isfinite().all() and same_bits(output[0], expected[0])
     assert output[1, :, :2].isfinite().all(), "a packed bad key is a zero vector"
     if name in ("4bit_nc", "k8v4", "raw"):  # pages without a mean: the neighbours' bytes stay as well
-        difference = (
-            dirty.pool[clean.page_ids[1, :used].long(), 0] != clean.pool[clean.page_ids[1, :used].long(), 0]
-        ).sum()
+        difference = (dirty.pool[clean.page_ids[1, :used].long(), 0] != clean.pool[clean.page_ids[1, :used].long(), 0]).sum()
         assert 0 < difference <= 64 + 2
     count("bad tokens")
 

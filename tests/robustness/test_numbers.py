@@ -90,9 +90,7 @@ def test_finite_numbers_give_finite_outputs(preset: str, dim: int, dtype: torch.
         ("raw", "value", 1e38, False),
     ],
 )
-def test_numbers_beyond_their_stored_format_are_clamped_and_said(
-    preset: str, side: str, size: float, flagged: bool
-) -> None:
+def test_numbers_beyond_their_stored_format_are_clamped_and_said(preset: str, side: str, size: float, flagged: bool) -> None:
     """A scale is fp16: vectors whose coordinates are larger than 65504 on average come back smaller, and `check` says so."""
     cache = one_layer(64, preset)
     states = {name: random(1, HEADS, TOKENS, 64, seed=i, dtype=BF16) for i, name in enumerate(("key", "value"))}

@@ -1,6 +1,6 @@
 """Random sequences of everything a cache offers, against `cache_model.py`, and its pages recounted after every step.
 
-    pytest tests/robustness/test_sequences.py --hypothesis-profile=long     some thousand sequences
+pytest tests/robustness/test_sequences.py --hypothesis-profile=long     some thousand sequences
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class Passes:
         value = self.random(rows, self.heads, tokens, self.value_dim)
         return key.to(self.dtype), value, self.random(rows, 2 * self.heads, tokens, self.dim)
 
-    def run(
-        self, cache: TurboQuantCache, model: CacheModel, hidden: Tensor, modes: list[str], makes_mask: bool
-    ) -> None:
+    def run(self, cache: TurboQuantCache, model: CacheModel, hidden: Tensor, modes: list[str], makes_mask: bool) -> None:
         """One forward pass, as a model makes it: layer by layer `update`, then what its attention function does.
 
         Args:
@@ -164,9 +162,7 @@ class Passes:
         mask = complete if needs_complete else compact
         return torch.nn.functional.pad(mask, (0, width - mask.shape[3]))
 
-    def check_attention(
-        self, out: Tensor, query: Tensor, whole: list[Tensor], shown: Tensor, window: int | None
-    ) -> None:
+    def check_attention(self, out: Tensor, query: Tensor, whole: list[Tensor], shown: Tensor, window: int | None) -> None:
         key, value = (tensor.repeat_interleave(2, 1) for tensor in whole)
         mask = shown[:, None, None] & self.visible(query.shape[2], key.shape[2], window)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)

@@ -72,17 +72,13 @@ def load(
 ) -> TurboQuantCache:
     """`TurboQuantCache.load`."""
     if config is not None and not isinstance(config, PretrainedConfig):
-        raise ValueError(
-            f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None."
-        )
+        raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None.")
     name = os.fspath(path)
     try:
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used here: {error}") from None
-    descriptor = os.open(
-        name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # a pipe would wait for somebody to write to it
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for somebody to write to it
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(
@@ -190,9 +186,7 @@ def _require_model(file: SavedFile, header: Mapping[str, Any], config: Any) -> N
 
 def _config(file: SavedFile, saved: Any) -> TurboQuantConfig:
     names = {f.name for f in fields(TurboQuantConfig)}
-    file.require(
-        isinstance(saved, dict) and set(saved) == names, f"a quantization config does not have the fields {names}"
-    )
+    file.require(isinstance(saved, dict) and set(saved) == names, f"a quantization config does not have the fields {names}")
     file.require(all(type(v) in (str, int, bool) for v in saved.values()), "a quantization config is no plain values")
     try:
         return TurboQuantConfig(**saved)
@@ -242,9 +236,7 @@ def _table(file: SavedFile, described: Any, max_cache_len: int | None, before: S
         end = held.entries[0][0]
         file.require(-page_size < end <= 0, f"its entries do not follow each other at position {end}")
     for start, count in held.entries:
-        file.require(
-            start == end and 0 < count <= page_size, f"its entries do not follow each other at position {start}"
-        )
+        file.require(start == end and 0 < count <= page_size, f"its entries do not follow each other at position {start}")
         end = start + count
     ids = {page for row in held.page_ids for page in row} - {NO_PAGE}
     file.require(ids == set(range(len(ids))) and len(ids) == pages, f"its page ids are not those of its {pages} pages")
@@ -287,9 +279,7 @@ def _packed(
     table = held.table
     full = tables[0].table  # whose first tokens stay where they are
     same = (full.page_size, full.sink_tokens, full.recent_window)
-    file.require(
-        same == (config.page_size, config.sink_tokens, config.recent_window), f"layer {i} does not fit its table"
-    )
+    file.require(same == (config.page_size, config.sink_tokens, config.recent_window), f"layer {i} does not fit its table")
     hybrid = file.get(described, "hybrid", dict, type(None))
     layer: TurboQuantLayer
     if isinstance(table, SlidingTable):
@@ -388,9 +378,7 @@ def _require_layers(
 
     file.require(len(fresh) == len(layers), f"it has {len(layers)} layers, and the model's cache {len(fresh)}")
     for i, (saved, wanted) in enumerate(zip(layers, fresh, strict=True)):
-        file.require(
-            kind(saved) == kind(wanted), f"layer {i} is {kind(saved)}, and in the model's cache {kind(wanted)}"
-        )
+        file.require(kind(saved) == kind(wanted), f"layer {i} is {kind(saved)}, and in the model's cache {kind(wanted)}")
 
 
 def _require_agreement(
@@ -440,9 +428,7 @@ def _require_memory(
             there = torch.cuda.get_device_properties(device).total_memory
         else:
             there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        file.require(
-            size <= there, f"its max_cache_len takes {size / 2**30:.0f} GiB, and {device} has {there / 2**30:.0f}"
-        )
+        file.require(size <= there, f"its max_cache_len takes {size / 2**30:.0f} GiB, and {device} has {there / 2**30:.0f}")
 
 
 @torch.inference_mode(False)

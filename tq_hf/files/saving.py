@@ -105,9 +105,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
     _write(tensors, {"format": FORMAT, "header": json.dumps(header)}, os.fspath(path))
 
 
-def _save_stock(
-    tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None
-) -> dict[str, Any]:
+def _save_stock(tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None) -> dict[str, Any]:
     try:
         described = stock.description(layer, max_cache_len)
     except ValueError as error:
@@ -126,9 +124,7 @@ def _describe_table(table: BlockTable, pages: int) -> dict[str, Any]:
     return {**sizes, "rows": table.batch_size, "pages": pages, "sliding": sliding}
 
 
-def _save_table(
-    tensors: dict[str, Tensor], prefix: str, table: BlockTable, layers: Sequence[TurboQuantLayer]
-) -> list[int]:
+def _save_table(tensors: dict[str, Tensor], prefix: str, table: BlockTable, layers: Sequence[TurboQuantLayer]) -> list[int]:
     """The pages in use, ascending: a page's place in this list is its number in the file."""
     if table.rows is None:
         return []

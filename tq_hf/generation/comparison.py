@@ -174,9 +174,7 @@ def score_texts(
     rows, length = input_ids.shape
     first = chunks[0][1]
     if len(chunks) < 2:
-        raise ValueError(
-            f"a text of {length} tokens reads no packed page: the first page is packed after {first} tokens."
-        )
+        raise ValueError(f"a text of {length} tokens reads no packed page: the first page is packed after {first} tokens.")
     argument = cache_argument(model)
     following = input_ids.roll(-1, dims=1)
     scores = [torch.empty(4, rows, length - first, device=input_ids.device) for _ in packed]

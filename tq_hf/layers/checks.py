@@ -44,9 +44,7 @@ class LayerChecks:
                 " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
             )
         if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
-            raise ValueError(
-                f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
-            )
+            raise ValueError(f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}.")
         if value.device != key.device:
             raise ValueError(
                 f"key on {key.device}, value on {value.device}: expected the same device. Give all modules of an attention"

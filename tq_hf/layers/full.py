@@ -465,4 +465,3 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
     def report(self, layer: int) -> LayerReport:
         """Counts and bytes as of now (reads the device's counters)."""
         return packed_report(layer, self)
-

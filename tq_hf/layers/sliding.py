@@ -264,9 +264,7 @@ class SlidingLayer(TurboQuantLayer):
     is_sliding = True
     table: SlidingTable
 
-    def __init__(
-        self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None
-    ) -> None:
+    def __init__(self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None) -> None:
         super().__init__(config, table, preset, rotary)
         table.join(self)
         self.sliding_window = table.window

@@ -159,9 +159,7 @@ def check_contents(
     attention = {"keys", "values"} if hasattr(layer, "update") and not _is_dummy(layer) else set()
     if unknown := sorted(set(shapes) - linear - attention):
         raise ValueError(f"a {type(layer).__name__} does not hold {unknown}")
-    expected = set(contents(layer)[0]) | {
-        name.replace("conv_states", "conv_kernel_size") for name in linear & set(shapes)
-    }
+    expected = set(contents(layer)[0]) | {name.replace("conv_states", "conv_kernel_size") for name in linear & set(shapes)}
     expected -= {name for name in expected if name.startswith("recurrent_states")}
     if set(numbers) != expected:
         raise ValueError(f"a {type(layer).__name__} has the numbers {sorted(expected)}, not {sorted(numbers)}")

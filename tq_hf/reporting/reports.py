@@ -146,6 +146,4 @@ def stock_report(index: int, layer: Any) -> LayerReport:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
     tokens = held[0].shape[0] * held[0].shape[2] if held else 0
-    return LayerReport(
-        index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held)
-    )
+    return LayerReport(index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held))
