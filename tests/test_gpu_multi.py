@@ -95,8 +95,8 @@ def decoded(preset: str, device: str, stream: Any, sleep: int = 0) -> list[Tenso
     found = []
     with torch.cuda.stream(stream):
         torch.cuda.set_device(0)  # that of the stream is current otherwise
-        key, _ = cache.update(*prompt, 0)
-        layer = key.step.layer
+        layer = cache.layers[0]
+        key, _ = layer.update(*prompt)
         layer.commit(key.step, None, states(device, 2, heads=4, tokens=300))
         for i, (sources, targets) in enumerate(zip(ready, late)):
             if sleep and i % 10 == 0:
@@ -104,7 +104,7 @@ def decoded(preset: str, device: str, stream: Any, sleep: int = 0) -> list[Tenso
                     torch.cuda._sleep(sleep)
             for source, target in zip(sources, targets):
                 target.copy_(source)
-            key, _ = cache.update(targets[0], targets[1], 0)
+            key, _ = cache.layers[0].update(targets[0], targets[1])  # the others have none
             found.append(layer.attend(key.step, targets[2], None, None, 0.125, 0.0, True))
             layer.commit(key.step, None, targets[2])
         assert torch.cuda.current_device() == 0

@@ -160,6 +160,8 @@ class TurboQuantCache(CacheEdits):
             self._refuse_cross_attention(layer_idx)
         layer = self.layers[layer_idx]
         if torch.compiler.is_compiling():
+            if not self.table.is_static:
+                self.forward_pass.has_gaps = True
             return layer.update(key_states, value_states, *args, **kwargs)
         self.forward_pass.enter(self, layer_idx, ATTENTION)
         try:
@@ -271,6 +273,7 @@ class TurboQuantCache(CacheEdits):
         Packed layers are dequantized one by one: `DynamicCache(cache)` is an unpacked copy.
         """
         self.forward_pass.require_over(self)
+        self.forward_pass.require_even(self)
         for layer in self.layers:
             if isinstance(layer, TurboQuantLayer):
                 window = layer.sliding_window

@@ -23,7 +23,7 @@ NOTHING: dict[str, Tensor] = {}
 
 
 class Before(NamedTuple):
-    """What a layer was before the tokens of the forward pass under way, as far as they change it.
+    """What a layer was before the tokens of the forward pass under way, as far as they change it (and but for its flags).
 
     Of exact tokens nothing is kept for a decode step: what it overwrites in the ring is in a page since long.
     """
@@ -92,12 +92,12 @@ class LayerEdits:
         """What `take_back` needs to undo the commit of a step that packs `due` pages and may make balance factors."""
         if not due and not learns and step.new == 1:
             return Before(self.length, self.packed_end, self.is_empty, NOTHING)
-        names: tuple[str, ...] = ("flags",) if due else ()
+        names: tuple[str, ...] = ()
         if self.length and self.length + step.new - self.packed_end > self.ring_key.shape[2]:
             names += RING  # it is going to overwrite tokens that are in no page yet
         if learns:
-            names += BALANCE_STATE
-        return Before(self.length, self.packed_end, self.is_empty, self._copied(names))
+            names += BALANCE_STATE if due else ("query_energy",)  # factors are made with the first page
+        return Before(self.length, self.packed_end, self.is_empty, self._copied(names) if names else NOTHING)
 
     @torch.inference_mode(False)
     def _copied(self, names: tuple[str, ...]) -> dict[str, Tensor]:

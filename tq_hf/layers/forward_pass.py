@@ -51,6 +51,8 @@ class ForwardPass:
         expected: the same of the layers behind the last packed one, in earlier forward passes; by whether these had a single
             token, for which models may have other code.
         has_failed: whether an update of this pass has failed.
+        has_gaps: whether layers were updated in compiled code, which is not seen here: one that is not, in the same forward
+            pass, does not begin another.
         unfinished: the edit of the whole cache that was interrupted while it was put into effect.
     """
 
@@ -60,7 +62,7 @@ class ForwardPass:
         self.stock: set[int] = set()
         self.expected: dict[bool, set[int]] = {}
         self.unfinished: str | None = None
-        self.has_failed = False
+        self.has_failed = self.has_gaps = False
 
     def enter(self, cache: TurboQuantCache, layer_idx: int, state: tuple[object, ...]) -> None:
         """Called before a layer is updated.
@@ -74,17 +76,17 @@ class ForwardPass:
         if state is not ATTENTION or layer_idx not in cache.packed_indices:
             if layer_idx > cache.last_packed and self.expected and layer_idx not in set().union(*self.expected.values()):
                 raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
-            self.seen.add(update)
+            self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
             self.stock.add(layer_idx)
-            return
         self.seen.add(update)
 
     def _begin(self, cache: TurboQuantCache) -> None:
         """Another forward pass comes to its first layer."""
         is_static = cache.table.is_static
-        if self.seen or self.has_failed:
+        if (self.seen or self.has_failed) and not self.has_gaps:
             self.require_over(cache)
-            self.has_failed = False
+        self.has_failed = self.has_gaps = False
+        if self.seen:
             if not is_static and cache.last_packed + 1 < len(cache.layers):
                 self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
             self.seen, self.stock = set(), set()

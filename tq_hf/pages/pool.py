@@ -8,8 +8,8 @@ they are shared by reference and freed when no row of any table uses them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
@@ -89,6 +89,9 @@ class PagePool:
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # each block table puts itself among the users again
         self.__dict__.update(state, users=WeakSet(), lock=RLock())
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            for held in (self._pages, self._host):
+                held.update({slot: pages.clone() for slot, pages in held.items() if pages.is_inference()})
 
     # -- ids -----------------------------------------------------------------------------------------------------------
     @property
@@ -236,25 +239,33 @@ class PagePool:
 
     def _copy_within(self, slot: int, moves: Mapping[int, int]) -> None:
         """Copy pages of a layer to other places, as far as it has them (one that lags behind the others has fewer)."""
-        was_offloaded, pages = self.is_offloaded(slot), self.of(slot)
-        ids = [(page, hole) for page, hole in moves.items() if page < pages.shape[0]]
-        if ids:
-            sources, places = torch.tensor(ids, dtype=torch.int64, device="cpu").T.to(pages.device)
-            pages.index_copy_(0, places, pages.index_select(0, sources))
-            self.note_written(slot)
-        if was_offloaded:
-            self.offload(slot)
+        if not moves:
+            return
+        with self._here(slot) as pages:
+            ids = [(page, hole) for page, hole in moves.items() if page < pages.shape[0]]
+            if ids:
+                sources, places = torch.tensor(ids, dtype=torch.int64, device="cpu").T.to(pages.device)
+                pages.index_copy_(0, places, pages.index_select(0, sources))
+                self.note_written(slot)
 
     def _resize(self, slot: int, size: int) -> None:
         """Give a layer a tensor of so many pages, with the first ones that it has."""
-        was_offloaded, pages = self.is_offloaded(slot), self.of(slot)
-        if size != pages.shape[0]:
-            resized = pages.new_zeros((size, *pages.shape[1:]))
-            held = min(size, pages.shape[0])
-            resized[:held] = pages[:held]
-            self.put(slot, resized)
-        if was_offloaded:
-            self.offload(slot)
+        with self._here(slot) as pages:
+            if size != pages.shape[0]:
+                resized = pages.new_zeros((size, *pages.shape[1:]))
+                held = min(size, pages.shape[0])
+                resized[:held] = pages[:held]
+                self.put(slot, resized)
+
+    @contextmanager
+    def _here(self, slot: int) -> Iterator[Tensor]:
+        """A layer's pages, which go back to host memory afterwards if they were there."""
+        was_offloaded = self.is_offloaded(slot)
+        try:
+            yield self.of(slot)
+        finally:
+            if was_offloaded:
+                self.offload(slot)
 
     @torch.inference_mode(False)
     def copy(self, kept: Sequence[int], device: torch.device | None = None) -> PagePool:
