@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ class LayerChecks:
     counters: Tensor
     length: int
     last_layer: TurboQuantLayer | None
+    drop: Callable[[Step], None]
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -111,9 +113,10 @@ class LayerChecks:
         if error := ops.mask_error(mask, query, key.shape[2]):
             raise ValueError(error)
 
-    def require_device(self, *tensors: Tensor | None) -> None:
-        """Refuse tensors on another device than the layer's, as of a layer split across devices."""
+    def require_device(self, step: Step, *tensors: Tensor | None) -> None:
+        """Refuse tensors on another device than the layer's, as of a layer split across devices, and forget the step."""
         if error := ops.device_error(self.device, *tensors):
+            self.drop(step)
             raise ValueError(error)
 
     def _require_newest(self, step: Step) -> None:

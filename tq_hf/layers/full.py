@@ -246,7 +246,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         Raises:
             ValueError: a tensor on another device than the cache's.
         """
-        self.require_device(query, mask, aux_sinks)
+        self.require_device(step, query, mask, aux_sinks)
         key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)

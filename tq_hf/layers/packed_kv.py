@@ -262,7 +262,7 @@ def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool
         ValueError: a tensor on another device than the keys'.
     """
     key, value = step.key, step.value
-    step.layer.require_device(query, mask)
+    step.layer.require_device(step, query, mask)
     group = query.shape[1] // key.shape[1]
     if mask is not None:
         mask = mask[..., : key.shape[2]]
