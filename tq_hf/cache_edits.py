@@ -54,18 +54,25 @@ class CacheEdits(DynamicCache):
         """The block tables: of the layers with full attention, and one for each window."""
         return [self.table, *self.sliding_tables.values()]
 
-    def _settled_layers(self, table: BlockTable | None = None) -> list[TurboQuantLayer]:
-        """The packed layers (of this table) that hold something, with nothing left to commit.
+    def _settled_layers(self) -> list[TurboQuantLayer]:
+        """The packed layers that hold something, with nothing left to commit.
 
         Raises:
             RuntimeError: layers hold different tokens (`forward_pass.py`).
         """
         self.forward_pass.require_over(self)
         self.forward_pass.require_even(self)
-        layers = [layer for layer in self.packed_layers if layer.is_initialized and table in (None, layer.table)]
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
         for layer in layers:
             layer.flush()
         return layers
+
+    def _settled_by_table(self) -> dict[BlockTable, list[TurboQuantLayer]]:
+        """The same by the block table that they share."""
+        settled: dict[BlockTable, list[TurboQuantLayer]] = {}
+        for layer in self._settled_layers():
+            settled.setdefault(layer.table, []).append(layer)
+        return settled
 
     def reset(self) -> None:
         """Forget all tokens. The batch size may change afterwards, except in the static mode."""
@@ -106,7 +113,7 @@ class CacheEdits(DynamicCache):
             tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
             if not tokens_to_remove:
                 return
-        settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
+        settled = self._settled_by_table()
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())
             if -tokens_to_remove > length:
@@ -161,7 +168,7 @@ class CacheEdits(DynamicCache):
                     edit_stock(layer)
             return
         chosen = self._chosen(indices, rows)
-        layers = {table: settled for table in self.tables if (settled := self._settled_layers(table))}
+        layers = self._settled_by_table()
         index = torch.tensor(chosen, device="cpu")
         states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
         with self._alone():

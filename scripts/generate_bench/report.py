@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ def code_hash(cache: str) -> str:
     files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), ROOT / "tq_hf" / "generation" / "comparison.py"]
     if CACHES[cache].packed:
         files += (ROOT / "tq_hf").rglob("*.py")
+    return hash_of(files)
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """Changes with the files' contents."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(set(files)))).hexdigest()[:16]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
+
+from generate_bench.report import hash_of
 
 from eval.results import markdown
 
@@ -19,8 +20,7 @@ BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
 
 def bench_hash() -> str:
     """Changes with this benchmark's own code."""
-    files = [*Path(__file__).parent.glob("*.py"), Path(__file__).parents[1] / "bench_multi_gpu.py"]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]
+    return hash_of([*Path(__file__).parent.glob("*.py"), Path(__file__).parents[1] / "bench_multi_gpu.py"])
 
 
 def tables(found: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ def check_invariants(cache: Any) -> None:
         _check_layers(table, [layer for layer in layers if layer.is_initialized and layer.pending is None])
 
 
-def check_pool(pages: PagePool) -> None:
-    """Recount who uses each page, from the rows of all block tables."""
+def check_pool(pages: PagePool, tables: Iterable[BlockTable] | None = None) -> None:
+    """Recount who uses each page, from the rows of these block tables: by default all that say they use the pool."""
     used = pages.used  # takes back what dropped forks have left
     counts: Counter[int] = Counter()
     holds: dict[int, int] = {}  # page: the position where it starts
-    for table in pages.users:
+    for table in pages.users if tables is None else tables:
         for row in table.rows or []:
             own = [page for page in row if page != NO_PAGE]
             assert len(own) == len(set(own)), f"a row has a page twice: {row}"
@@ -50,6 +51,11 @@ def _check_table(table: BlockTable, layers: list[Any]) -> None:
         assert 0 < count <= table.page_size and start + count == following
     if not table.is_static:
         assert table.packed_end == (sum(table.spans[-1]) if table.spans else table.packed_end)
+    check_device_tables(table)
+
+
+def check_device_tables(table: BlockTable) -> None:
+    """A block table on each device is the host's."""
     for on_device in table._devices.values():
         entries = len(table.spans)
         assert on_device.page_ids[:, :entries].tolist() == table.rows

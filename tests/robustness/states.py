@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.robustness.invariants import check_device_tables, check_pool
 from tq_hf import TurboQuantCache
 from tq_hf.layers.full import TurboQuantLayer
 from tq_hf.layers.sliding import SlidingLayer
 from tq_hf.layers.stock import contents
-from tq_hf.pages.pool import NO_PAGE
 
 
 def state_of(cache: TurboQuantCache) -> list[Any]:
@@ -79,16 +78,8 @@ def require_sound(*caches: TurboQuantCache) -> None:
     Args:
         caches: all caches that share pages with each other.
     """
-    pools = {table.pages for cache in caches for table in cache.tables}
-    for pool in pools:
-        assert pool.used >= 0  # takes back what dropped tables had
-        tables = [table for cache in caches for table in cache.tables if table.pages is pool]
-        uses = Counter(page for table in tables for row in table.rows or [] for page in row if page != NO_PAGE)
-        assert [uses[page] for page in range(pool.capacity)] == pool.references
-        assert sorted(pool.free) == [page for page in range(pool.capacity) if not uses[page]]
-    for table in (table for cache in caches for table in cache.tables):
-        for held in table._devices.values():
-            n = len(table.spans)
-            assert held.page_ids[:, :n].tolist() == table.rows
-            assert [tuple(entry) for entry in held.entries[:n].tolist()] == table.spans
-            assert table.is_static or held.row_start.tolist() == table.row_starts
+    tables = [table for cache in caches for table in cache.tables]
+    for pool in {table.pages for table in tables}:
+        check_pool(pool, [table for table in tables if table.pages is pool])
+    for table in tables:
+        check_device_tables(table)

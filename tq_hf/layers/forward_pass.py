@@ -73,12 +73,13 @@ class ForwardPass:
         update = _update(layer_idx, state)
         if not self.seen or update in self.seen:
             self._begin(cache)
-        if state is not ATTENTION or layer_idx not in cache.packed_indices:
-            if layer_idx > cache.last_packed and self.expected and layer_idx not in set().union(*self.expected.values()):
-                raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
-            self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
+        is_stock = state is not ATTENTION or layer_idx not in cache.packed_indices
+        is_late = is_stock and layer_idx > cache.last_packed and bool(self.expected)
+        if is_late and layer_idx not in set().union(*self.expected.values()):
+            raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+        self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
+        if is_stock:
             self.stock.add(layer_idx)
-        self.seen.add(update)
 
     def _begin(self, cache: TurboQuantCache) -> None:
         """Another forward pass comes to its first layer."""
