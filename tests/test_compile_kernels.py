@@ -39,20 +39,22 @@ def launches(
     schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
-    def record(launch: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        assert tensors[0] is not None and len(launch.grid) == 3 and all(size >= 1 for size in launch.grid)
-        launcher = launch.launcher
-        found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *numbers), launcher.constants
+    def record(call: Any, *tensors: Any) -> None:
+        assert tensors[0] is not None and len(call.grid) == 3 and all(size >= 1 for size in call.grid)
+        launcher = call.launcher
+        found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *call.numbers), launcher.constants
 
     properties = SimpleNamespace(
         major=architecture // 10,
         multi_processor_count=PROCESSORS[architecture],
         shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
-    monkeypatch.setattr(schedule_module.Launch, "__call__", record)
+    monkeypatch.setattr(schedule_module.Call, "__call__", record)
     monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
     schedule_module.schedule.cache_clear()
-    from tq_hf.kernels.attend import attend
+    from tq_hf.kernels.attend import attend, calls
+
+    calls.cache_clear()
 
     config = TurboQuantConfig.from_preset(preset, **options)
     layout = config.layout(dim, dim, dtype)

@@ -19,36 +19,38 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype, max_due: int
-) -> dict[str, Launch]:
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype, max_due: int,
+    tokens: int = 200,
+) -> dict[str, Launch]:  # fmt: skip
     """Kernel, options, arguments and constants of each launch of one `commit`, by the kernel's name.
 
     dims: of keys and of values.
     """
-    commit_module, store, append = (
-        importlib.import_module(f"tq_hf.kernels.{name}") for name in ("commit", "store", "append")
+    commit_module, store, launching = (
+        importlib.import_module(f"tq_hf.kernels.{name}") for name in ("commit", "store", "launch")
     )
     config = TurboQuantConfig.from_preset(preset)
     layout = config.layout(*dims, dtype)
     found: dict[str, Launch] = {}
 
-    def record(kernel: Any, grid: tuple[int, ...], options: Any, arguments: Any, **constants: Any) -> None:
-        assert all(size >= 1 for size in grid)
-        found[kernel.fn.__name__] = kernel, options, arguments, constants
+    def record(call: Any, *tensors: Any) -> None:
+        assert all(size >= 1 for size in call.grid)
+        launcher = call.launcher
+        found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *call.numbers), launcher.constants
 
-    def prepared(name: str, device: torch.device) -> tuple[int, Any, bool]:
+    def packing(name: str, device: torch.device) -> tuple[Any, bool]:
         assert name == layout.name
-        return layout.page_size, store.packing(layout, device), architecture >= 90
+        return store.packing(layout, device), architecture >= 90
 
-    monkeypatch.setattr(store, "launch", record)
-    monkeypatch.setattr(append, "launch", record)
-    monkeypatch.setattr(commit_module, "_prepared", prepared)
+    monkeypatch.setattr(launching.Call, "__call__", record)
+    monkeypatch.setattr(commit_module, "_packing", packing)
+    commit_module._calls.cache_clear()
     batch, heads, slots = 2, 2, config.recent_window + config.page_size
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32)
 
-    new = [torch.empty(batch, 200, heads, dim, dtype=dtype).transpose(1, 2) for dim in dims]
+    new = [torch.empty(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2) for dim in dims]
     exact = [torch.empty(batch, heads, n, dim, dtype=dtype) for n in (slots, config.sink_tokens) for dim in dims]
     balance = torch.empty(batch, heads, dims[0]) if config.balance_keys else None
     commit_module.commit(
@@ -86,10 +88,13 @@ def test_packing_stays_in_registers(
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("tokens", [1, 200])
 @pytest.mark.parametrize("max_due", [0, 1])
-def test_the_steps_of_a_commit(monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tmp_path: Path) -> None:
-    found = launches(monkeypatch, architecture, "tq4", (128, 128), torch.bfloat16, max_due)
-    steps = ["pack_pages"] * max_due + ["append_tokens", "advance_counters"]
+def test_the_steps_of_a_commit(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tokens: int, tmp_path: Path
+) -> None:
+    found = launches(monkeypatch, architecture, "tq4", (128, 128), torch.bfloat16, max_due, tokens)
+    steps = ["pack_pages"] * max_due + (["append_token"] if tokens == 1 else ["append_tokens", "advance_counters"])
     assert list(found) == steps
     # Each but the first may start early, where GPUs can do that, and only there; and waits for the one ahead.
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]

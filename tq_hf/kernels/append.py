@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lanes import block_dim, row_pointers
-from .launch import cdiv, launch
+from .launch import Call, cdiv, power_of_two, prepared
 
 USUAL: dict[str, Any] = {"num_warps": 4}
+ALONE = 1 << 13  # numbers of all keys of a token, up to which one program appends it
 EARLY: dict[str, Any] = USUAL | {"launch_pdl": True}  # it may start before the kernel ahead of it has finished
 
 
@@ -75,43 +76,91 @@ def advance_counters(p_counters, n, window, PAGE: tl.constexpr, CHAINED: tl.cons
     tl.store(p_counters + 2, entries + due)
 
 
-def launch_append_tokens(
-    key: Tensor,
-    value: Tensor,
-    ring_key: Tensor,
-    ring_value: Tensor,
-    sink_key: Tensor,
-    sink_value: Tensor,
-    row_start: Tensor,
-    counters: Tensor,
+@triton.jit(do_not_specialize=["vectors", "heads", "window", "sinks"])
+def append_token(
+    p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters,
+    vectors, heads, window, sinks, stride_kb, stride_kh, stride_vb, stride_vh,
+    PAGE: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, VECTORS: tl.constexpr, AFTER_PACKING: tl.constexpr,
+):  # fmt: skip
+    """One program, which appends a single token of all rows and heads, `vectors` of them, and then advances the counters:
+    a decode step is a launch less so.
+
+    Args:
+        AFTER_PACKING: as of `append_tokens`.
+    """
+    i = tl.arange(0, VECTORS)
+    inside = i < vectors
+    i_b, i_h = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
+    length = tl.load(p_counters)
+    packed_end = tl.load(p_counters + 1)
+    entries = tl.load(p_counters + 2)
+    due = tl.maximum(length + 1 - packed_end - window, 0) // PAGE
+    packed_end += due * PAGE
+    slot = length - tl.load(p_row_start + i_b, mask=inside, other=0)
+    to_ring = inside & (length >= packed_end)
+    to_sink = inside & (slot >= 0) & (slot < sinks)
+    ring = i.to(tl.int64) * (window + PAGE) + length % (window + PAGE)
+    sink = i.to(tl.int64) * sinks + slot
+    d = tl.arange(0, KEY_BLOCK)
+    mask = (d < KEY_DIM)[None, :]
+    key = tl.load((p_key + i_b * stride_kb + i_h * stride_kh)[:, None] + d[None, :], mask=inside[:, None] & mask)
+    e = tl.arange(0, VALUE_BLOCK)
+    value_mask = (e < VALUE_DIM)[None, :]
+    value = tl.load((p_value + i_b * stride_vb + i_h * stride_vh)[:, None] + e[None, :], mask=inside[:, None] & value_mask)
+    if AFTER_PACKING:
+        gdc_wait()
+    tl.store((p_ring_key + ring * KEY_DIM)[:, None] + d[None, :], key, mask=to_ring[:, None] & mask)
+    tl.store((p_sink_key + sink * KEY_DIM)[:, None] + d[None, :], key, mask=to_sink[:, None] & mask)
+    tl.store((p_ring_value + ring * VALUE_DIM)[:, None] + e[None, :], value, mask=to_ring[:, None] & value_mask)
+    tl.store((p_sink_value + sink * VALUE_DIM)[:, None] + e[None, :], value, mask=to_sink[:, None] & value_mask)
+    tl.debug_barrier()  # until all threads have read the counters
+    tl.store(p_counters, length + 1)
+    tl.store(p_counters + 1, packed_end)
+    tl.store(p_counters + 2, entries + due)
+
+
+def append_calls(
+    key_shape: tuple[int, ...],
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    value_dim: int,
+    dtype: torch.dtype,
+    sinks: int,
     page_size: int,
     recent_window: int,
     after_packing: bool,
     overlap: bool,
-) -> None:
-    """Step 2 of `commit.commit`, whose arguments these are; all but `key` and `value` contiguous.
+) -> tuple[Call, Call | None]:
+    """Steps 2 and 3 of `commit.commit`: one call for its `key`, `value`, rings, sinks, `row_start` and `counters`, and one
+    for its `counters`, unless the first does that too.
 
     Args:
         after_packing: whether step 1 was launched.
         overlap: whether a step may start before the one ahead of it has finished.
     """
-    _, heads, n, key_dim = key.shape
-    value_dim = value.shape[-1]
-    sinks = sink_key.shape[2]
+    batch, heads, n, key_dim = key_shape
+    chained = after_packing and overlap
+    dtypes = (*[dtype] * 6, torch.int32, torch.int32)
+    sizes = {"PAGE": page_size, "KEY_DIM": key_dim, "KEY_BLOCK": block_dim(key_dim), "VALUE_DIM": value_dim,
+             "VALUE_BLOCK": block_dim(value_dim)}  # fmt: skip
+    vectors = power_of_two(batch * heads)
+    if n == 1 and vectors * max(sizes["KEY_BLOCK"], sizes["VALUE_BLOCK"]) <= ALONE:
+        both = prepared(
+            append_token, (1,), EARLY if chained else USUAL, dtypes,
+            (batch * heads, heads, recent_window, sinks, *key_strides[:2], *value_strides[:2]),
+            **sizes, VECTORS=vectors, AFTER_PACKING=chained,
+        )  # fmt: skip
+        return both, None
     tail = min(n, recent_window + page_size)
     rows = 8 if tail + sinks <= 8 else 16
-    chained = after_packing and overlap
-    launch(
-        append_tokens, (cdiv(tail + sinks, rows), heads, key.shape[0]), EARLY if chained else USUAL,
-        (key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters,
-         n, tail, recent_window, sinks, *key.stride()[:3], *value.stride()[:3]),
-        PAGE=page_size, KEY_DIM=key_dim, KEY_BLOCK=block_dim(key_dim), VALUE_DIM=value_dim,
-        VALUE_BLOCK=block_dim(value_dim), ROWS=rows, AFTER_PACKING=chained, AWAITED=overlap,
+    append = prepared(
+        append_tokens, (cdiv(tail + sinks, rows), heads, batch), EARLY if chained else USUAL, dtypes,
+        (n, tail, recent_window, sinks, *key_strides[:3], *value_strides[:3]),
+        **sizes, ROWS=rows, AFTER_PACKING=chained, AWAITED=overlap,
     )  # fmt: skip
-
-
-def launch_advance_counters(counters: Tensor, n: int, page_size: int, recent_window: int, overlap: bool) -> None:
-    """Step 3 of `commit.commit`."""
-    launch(
-        advance_counters, (1,), EARLY if overlap else USUAL, (counters, n, recent_window), PAGE=page_size, CHAINED=overlap
+    advance = prepared(
+        advance_counters, (1,), EARLY if overlap else USUAL, (torch.int32,), (n, recent_window), PAGE=page_size,
+        CHAINED=overlap,
     )  # fmt: skip
+    return append, advance

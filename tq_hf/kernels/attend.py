@@ -3,11 +3,15 @@ combined. `schedule.py` says how."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ..layout import padded_dim
 from .lanes import on_device
+from .launch import Call
 from .schedule import Schedule, schedule
 from .workspace import view
 
@@ -58,133 +62,181 @@ def attend(
         [B, q, Hq, Dv] in the query's dtype; zeros for a query that has nothing to attend to.
     """
     batch, query_heads, queries, _ = query.shape
-    _, heads, ring_slots, value_dim = ring_value.shape
-    out = query.new_empty(batch, queries, query_heads, value_dim)
+    out = query.new_empty(batch, queries, query_heads, value.shape[3])
     if out.numel() == 0:
         return out
     if pool.shape[0] == 0:
         max_entries = 0  # entries without a page, of padding: nothing is there to be read
-    dtype, device, new, sinks = ring_key.dtype, query.device, key.shape[2], sink_key.shape[2]
+    dtype, device = ring_key.dtype, query.device
     query, key, value = _vectors(query, dtype), _vectors(key, dtype), _vectors(value, dtype)
-    if mask is not None and mask.dtype is torch.bool:
-        mask = mask.view(torch.uint8)
-    per_query = mask is not None and mask.shape[2] > 1
-    aux_dtype = None if aux_sinks is None else aux_sinks.dtype
-    step = queries
-    if queries > QUERIES:
-        step = min(queries, _queries_at_once(batch * query_heads, value_dim))
+    mask_shape = mask_strides = None
+    if mask is not None:
+        if mask.dtype is torch.bool:
+            mask = mask.view(torch.uint8)
+        mask_shape, mask_strides = mask.shape, mask.stride()
+    alike = (
+        layout, key.shape, key.stride(), value.stride(), ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
+        None if aux_sinks is None else aux_sinks.dtype, out.dtype, device, max_entries, scaling, softcap, causal,
+    )  # fmt: skip
+    state = (key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters, balance)
     with on_device(device):
+        if queries <= QUERIES:
+            calls(query.shape, query.stride(), 0, queries, mask_shape, mask_strides, *alike)(
+                query, *state, mask, aux_sinks, out
+            )
+            return out
+        step = min(queries, _queries_at_once(batch * query_heads, value.shape[3]))
         for start in range(0, queries, step):
-            count = min(step, queries - start)
-            part = slice(start, start + count)
-            plan = schedule(
-                layout, batch, heads, query_heads // heads, count, new, ring_slots, sinks, dtype, aux_dtype, out.dtype,
-                device, max_entries, scaling > 0, per_query, causal and queries > 1, causal and queries - new > 1,
-            )  # fmt: skip
-            _attend(
-                plan,
-                query if count == queries else query[:, :, part],
-                key,
-                value,
-                pool,
-                (ring_key, ring_value, sink_key, sink_value),
-                page_ids,
-                entries,
-                row_start,
-                counters,
-                balance,
-                mask[:, :, part] if mask is not None and per_query else mask,
-                aux_sinks,
-                out if count == queries else out[:, part],
-                float(scaling),
-                float(softcap) if softcap > 0 else None,
-                new - queries + start,
-                max_entries,
+            part = slice(start, start + step)
+            some, seen = query[:, :, part], mask
+            if mask is not None and mask.shape[2] > 1:
+                seen = mask[:, :, part]
+                mask_shape = seen.shape
+            calls(some.shape, query.stride(), start, queries, mask_shape, mask_strides, *alike)(
+                some, *state, seen, aux_sinks, out[:, part]
             )
     return out
 
 
-def _attend(
-    plan: Schedule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pool: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
-    page_ids: Tensor,
-    entries: Tensor,
-    row_start: Tensor,
-    counters: Tensor,
-    balance: Tensor | None,
-    mask: Tensor | None,
-    aux_sinks: Tensor | None,
-    out: Tensor,
-    scaling: float,
-    softcap: float | None,
-    query_offset: int,
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The kernels of a call with their numbers, by `plan`, for calls of the same shapes and strides: those of all layers,
+    and of the steps until a page falls due."""
+
+    plan: Schedule
+    max_entries: int
+    prepare: Call | None
+    rotate_means: Call | None
+    exact: Call | None
+    pages: Call | None  # decode, extend or packed
+    combine: Call
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pool: Tensor,
+        ring_key: Tensor,
+        ring_value: Tensor,
+        sink_key: Tensor,
+        sink_value: Tensor,
+        page_ids: Tensor,
+        entries: Tensor,
+        row_start: Tensor,
+        counters: Tensor,
+        balance: Tensor | None,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """`attend` into `out` [B, q, Hq, Dv]."""
+        plan = self.plan
+        work = torch.empty(plan.floats, dtype=torch.float32, device=query.device)
+        exact = (query, key, value, ring_key, ring_value, sink_key, sink_value)
+        if self.prepare is not None:
+            self.prepare(query, pool, page_ids, entries, row_start, counters, balance, mask, plan.query_signs, work)
+        means = centre = None
+        if self.rotate_means is not None:
+            rows = key.shape[0] * key.shape[1]
+            means = view(work, plan.means_at, (rows, self.max_entries, padded_dim(query.shape[3])), torch.float16)
+            centre = view(work, plan.centre_at, (rows, query.shape[3]), torch.float32)
+            self.rotate_means(pool, page_ids, counters, balance, plan.means_signs, means, centre)
+        if self.exact is not None:
+            self.exact(*exact, row_start, counters, mask, work)
+        if self.pages is not None and plan.decode is not None:
+            self.pages(*exact, pool, plan.tables, page_ids, row_start, counters, mask, work)
+        elif self.pages is not None:
+            shape = (key.shape[0] * key.shape[1], plan.columns, padded_dim(query.shape[3]))
+            rotated = view(work, plan.rotated_at, shape, plan.query_dtype)
+            factor = view(work, plan.factor_at, shape[:2], torch.float32)
+            stats = view(work, plan.stats_at, (plan.factor_at - plan.stats_at, 4), torch.float32)
+            if plan.extend is not None:
+                words = None if means is None else means.view(torch.int64)
+                self.pages(
+                    query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
+                    work, stats,
+                )  # fmt: skip
+            else:
+                plain = view(work, plan.plain_at, shape, torch.float16) if plan.plain_at else None
+                self.pages(
+                    rotated, plain, factor, pool, plan.tables, page_ids, entries, row_start, counters, mask, work, stats
+                )
+        self.combine(work, plan.value_signs, aux_sinks, row_start, counters, out)
+
+
+@lru_cache(maxsize=4096)
+def calls(
+    query_shape: tuple[int, ...],
+    query_strides: tuple[int, ...],
+    first: int,
+    total: int,
+    mask_shape: tuple[int, ...] | None,
+    mask_strides: tuple[int, ...] | None,
+    layout: str,
+    key_shape: tuple[int, ...],
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    ring_shape: tuple[int, ...],
+    sinks: int,
+    table_stride: int,
+    dtype: torch.dtype,
+    aux_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
+    device: torch.device,
     max_entries: int,
-) -> None:
-    """`attend` for a part of the queries, the first of which stands at position length + query_offset."""
-    batch, heads, ring_slots, _ = kept[0].shape
-    columns, group, new, sinks = plan.columns, query.shape[1] // heads, key.shape[2], kept[2].shape[2]
-    query_strides = query.stride()[:3]
-    token_strides = (*key.stride()[:3], *value.stride()[:3])
+    scaling: float,
+    softcap: float,
+    causal: bool,
+) -> Calls:
+    """The kernels for a part of the `total` queries of a call, from the `first` one on; see `attend`."""
+    batch, query_heads, queries, _ = query_shape
+    _, heads, ring_slots, value_dim = ring_shape
+    group, new = query_heads // heads, key_shape[2]
+    early = total - first  # queries from here to the end
     mask_b = mask_q = mask_k = 0
-    if mask is not None:
-        mask_b, mask_q, mask_k = (mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 2, 3))
-    work = torch.empty(plan.floats, dtype=torch.float32, device=query.device)
-    if plan.prepare is not None:
-        plan.prepare(
-            (query, pool, page_ids, entries, row_start, counters, balance, mask, plan.query_signs, work),
-            (batch * heads, heads, columns, group, sinks, page_ids.stride(0), max_entries, *query_strides, mask_b, mask_k,
-             plan.factor_at, plan.rotated_at, plan.plain_at, plan.kept_at, plan.means_at, plan.plans, scaling, softcap),
-        )  # fmt: skip
-    means = centre = None
-    if plan.rotate_means is not None:
-        means = view(work, plan.means_at, (batch * heads, max_entries, padded_dim(query.shape[3])), torch.float16)
-        centre = view(work, plan.centre_at, (batch * heads, query.shape[3]), torch.float32)
-        plan.rotate_means(
-            (pool, page_ids, counters, balance, plan.means_signs, means, centre),
-            (heads, page_ids.stride(0), max_entries),
-        )  # fmt: skip
-    if plan.exact is not None:
-        plan.exact(
-            (query, key, value, *kept, row_start, counters, mask, work),
-            (heads, columns, group, new, ring_slots, sinks, plan.exact_splits, heads * plan.slots, query_offset,
-             plan.stats_at, *query_strides, *token_strides, mask_b, mask_q, mask_k, scaling, softcap),
-        )  # fmt: skip
-    if plan.decode is not None:
-        plan.decode(
-            (query, key, value, *kept, pool, plan.tables, page_ids, row_start, counters, mask, work),
-            (batch, columns, group, new, ring_slots, sinks, plan.exact_splits, plan.tail_programs, query_offset,
-             page_ids.stride(0), max_entries, *query_strides, *token_strides, mask_b, mask_k, plan.stats_at, plan.factor_at,
-             plan.rotated_at, plan.kept_at, plan.means_at, plan.key_step, plan.value_step, scaling, softcap),
-        )  # fmt: skip
-    elif plan.extend is not None or plan.packed is not None:
-        shape = (batch * heads, columns, padded_dim(query.shape[3]))
-        rotated = view(work, plan.rotated_at, shape, plan.query_dtype)
-        factor = view(work, plan.factor_at, shape[:2], torch.float32)
-        stats = view(work, plan.stats_at, (plan.factor_at - plan.stats_at, 4), torch.float32)
-        exponent = None if softcap is None else softcap * LOG2_E
-        if plan.extend is not None:
-            words = None if means is None else means.view(torch.int64)
-            plan.extend(
-                (query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
-                 work, stats),
-                (heads, columns, page_ids.stride(0), max_entries, sinks, group, query_offset, *query_strides, mask_b, mask_q,
-                 mask_k, scaling, exponent),
-            )  # fmt: skip
-        elif plan.packed is not None:
-            plain = view(work, plan.plain_at, shape, torch.float16) if plan.plain_at else None
-            plan.packed(
-                (rotated, plain, factor, pool, plan.tables, page_ids, entries, row_start, counters, mask, work, stats),
-                (heads, columns, page_ids.stride(0), sinks, group, query_offset, mask_b, mask_q, mask_k, exponent),
-            )  # fmt: skip
-    plan.combine(
-        (work, plan.value_signs, aux_sinks, row_start, counters, out),
-        (batch, heads, columns, group, plan.slots, plan.even_splits, plan.exact_splits, plan.stats_at, out.stride(0),
-         out.stride(1)),
+    if mask_shape is not None and mask_strides is not None:
+        mask_b, mask_q, mask_k = (mask_strides[i] if mask_shape[i] > 1 else 0 for i in (0, 2, 3))
+    per_query = mask_shape is not None and mask_shape[2] > 1
+    plan = schedule(
+        layout, batch, heads, group, queries, new, ring_slots, sinks, dtype, aux_dtype, out_dtype, device, max_entries,
+        scaling > 0, per_query, causal and early > 1, causal and early - new > 1,
     )  # fmt: skip
+    columns, offset = plan.columns, new - early
+    scaling, cap = float(scaling), float(softcap) if softcap > 0 else None
+    queries_at, tokens_at = query_strides[:3], (*key_strides[:3], *value_strides[:3])
+    prepare = rotate_means = exact = pages = None
+    if plan.prepare is not None:
+        prepare = plan.prepare(
+            batch * heads, heads, columns, group, sinks, table_stride, max_entries, *queries_at, mask_b, mask_k,
+            plan.factor_at, plan.rotated_at, plan.plain_at, plan.kept_at, plan.means_at, plan.plans, scaling, cap,
+        )  # fmt: skip
+    if plan.rotate_means is not None:
+        rotate_means = plan.rotate_means(heads, table_stride, max_entries)
+    if plan.exact is not None:
+        exact = plan.exact(
+            heads, columns, group, new, ring_slots, sinks, plan.exact_splits, heads * plan.slots, offset, plan.stats_at,
+            *queries_at, *tokens_at, mask_b, mask_q, mask_k, scaling, cap,
+        )  # fmt: skip
+    exponent = None if cap is None else cap * LOG2_E
+    if plan.decode is not None:
+        pages = plan.decode(
+            batch, columns, group, new, ring_slots, sinks, plan.exact_splits, plan.tail_programs, offset, table_stride,
+            max_entries, *queries_at, *tokens_at, mask_b, mask_k, plan.stats_at, plan.factor_at, plan.rotated_at,
+            plan.kept_at, plan.means_at, plan.key_step, plan.value_step, scaling, cap,
+        )  # fmt: skip
+    elif plan.extend is not None:
+        pages = plan.extend(
+            heads, columns, table_stride, max_entries, sinks, group, offset, *queries_at, mask_b, mask_q, mask_k, scaling,
+            exponent,
+        )  # fmt: skip
+    elif plan.packed is not None:
+        pages = plan.packed(heads, columns, table_stride, sinks, group, offset, mask_b, mask_q, mask_k, exponent)
+    combine = plan.combine(
+        batch, heads, columns, group, plan.slots, plan.even_splits, plan.exact_splits, plan.stats_at,
+        total * query_heads * value_dim, query_heads * value_dim,
+    )  # fmt: skip
+    return Calls(plan, max_entries, prepare, rotate_means, exact, pages, combine)
 
 
 def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..layout import PageLayout
-from .append import launch_advance_counters, launch_append_tokens
+from .append import append_calls
 from .gather import launch_copy_exact, launch_unpack_pages
 from .lanes import keep_bytes, on_device
+from .launch import Call
 from .schedule import prepare_tables
 from .store import Packing, launch_pack_pages, packing
 
@@ -37,7 +38,8 @@ def commit(
     """Adds new tokens to a packed layer, in place; see `tq_hf.ops` for the state tensors.
 
     The pages that the new tokens make due are packed, the tokens that stay exact go into the ring and the sinks, and the
-    counters advance: three launches, of which a captured graph replays every step whatever is due.
+    counters advance: three launches, or two for a single token, of which a captured graph replays every step whatever is
+    due.
 
     Args:
         key, value: [B, H, n, D / Dv] in the model's dtype, any strides but a contiguous last dim: the next n tokens.
@@ -49,28 +51,50 @@ def commit(
     """
     if key.shape[2] == 0:
         return
-    page_size, pack, overlap = _prepared(layout, key.device)
-    keep = keep_bytes(keep)
+    append, advance = _calls(
+        layout, key.shape, key.stride(), value.stride(), value.shape[3], key.dtype, key.device, sink_key.shape[2],
+        recent_window, max_due > 0,
+    )  # fmt: skip
     with on_device(key.device):
         if max_due > 0:
+            pack, overlap = _packing(layout, key.device)
             launch_pack_pages(
-                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, balance, flags, keep, pack,
-                sink_key.shape[2], recent_window, max_due, overlap,
+                key, value, pool, ring_key, ring_value, page_ids, row_start, counters, balance, flags, keep_bytes(keep),
+                pack, sink_key.shape[2], recent_window, max_due, overlap,
             )  # fmt: skip
-        launch_append_tokens(
-            key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, page_size, recent_window,
-            max_due > 0, overlap,
-        )  # fmt: skip
-        launch_advance_counters(counters, key.shape[2], page_size, recent_window, overlap)
+        append(key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters)
+        if advance is not None:
+            advance(counters)
+
+
+@lru_cache(maxsize=4096)
+def _calls(
+    layout: str,
+    key_shape: tuple[int, ...],
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: int,
+    recent_window: int,
+    after_packing: bool,
+) -> tuple[Call, Call | None]:
+    """What a commit of such tokens launches behind the packing of pages, if there is any."""
+    page_size = PageLayout.from_name(layout).page_size
+    overlap = _packing(layout, device)[1]
+    return append_calls(
+        key_shape, key_strides, value_strides, value_dim, dtype, sinks, page_size, recent_window, after_packing, overlap
+    )
 
 
 @lru_cache(maxsize=None)
-def _prepared(layout: str, device: torch.device) -> tuple[int, Packing, bool]:
-    """The page size, what packing takes, and whether the GPU can start a kernel before the one ahead has finished."""
+def _packing(layout: str, device: torch.device) -> tuple[Packing, bool]:
+    """What packing takes, and whether the GPU can start a kernel before the one ahead has finished."""
     page = PageLayout.from_name(layout)
     prepare_tables(page, device)
     overlap = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return page.page_size, packing(page, device), overlap
+    return packing(page, device), overlap
 
 
 def gather(

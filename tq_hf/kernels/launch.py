@@ -3,7 +3,7 @@ than most of the kernels here run. Here the variant of a first launch is kept fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from triton import knobs
 Grid = tuple[int, int, int]
 Number = int | float | None
 Part = Callable[[tuple[Number, ...]], Any]  # some of a call's numbers
+Run = Callable[[Grid, int, tuple[Any, ...]], None]  # a grid, a stream, a kernel's arguments and constants
 KNOWN = 1024  # calls that a launcher remembers, at most
 LARGE = 1 << 31  # integers from here on make a 64-bit parameter
 # Releases of Triton whose driver's launch functions are known here.
@@ -24,9 +25,6 @@ OLDEST, NEWEST = (3, 5), (3, 9)
 class Launcher:
     """A kernel with its constants and the compiler's options, for tensors that have the same dtypes at every call.
 
-    Triton launches the first call of a kind. After that a call costs the tensors' addresses, a look into a dict, and the
-    driver's launch.
-
     Args:
         kernel: a `triton.jit` function, whose parameters are pointers, then numbers, then constants.
         options: of the compiler, as num_warps.
@@ -35,49 +33,24 @@ class Launcher:
     Numbers that the kernel has in `do_not_specialize` are integers, and change from call to call without a first launch.
     """
 
-    __slots__ = ("_compiled", "_parts", "_values", "constants", "kernel", "options")
+    __slots__ = ("_parts", "compiled", "constants", "kernel", "options", "values")
 
     def __init__(self, kernel: Any, options: dict[str, Any], constants: dict[str, Any]) -> None:
         self.kernel, self.options, self.constants = kernel, options, constants
-        self._values = tuple(constants.values())
+        self.values = tuple(constants.values())
         # By what Triton specializes on, or more: the device, which tensors are missing, offsets from 16 bytes, numbers.
-        self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None]]] = {}
+        self.compiled: dict[tuple[Any, ...], tuple[Any, Run]] = {}
         self._parts: tuple[Part, Part] | None = None
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
-        """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
+        """A `Call` that is not kept."""
+        Call(self, grid, numbers)(*tensors)
 
-        Args:
-            tensors: on the current device; the first is not None.
-            numbers: each of the same type at every call, or None.
-        """
-        addresses: list[int | None] = []
-        bits = missing = 0
-        for tensor in tensors:
-            if tensor is None:
-                missing |= 1 << len(addresses)
-                addresses.append(None)
-            else:
-                address = tensor.data_ptr()
-                bits |= address
-                addresses.append(address)
-        offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
-        device = tensors[0].get_device()  # type: ignore[union-attr]
-        decisive, others = self._parts or self._divide(len(tensors), len(numbers))
+    def special(self, first: int, numbers: tuple[Number, ...]) -> tuple[Any, ...]:
+        """What picks a variant of the kernel among a call's numbers, which come behind `first` tensors."""
+        decisive, others = self._parts or self._divide(first, len(numbers))
         plain = others(numbers)
-        key = device, missing, offsets, decisive(numbers), max(plain) >= LARGE and plain
-        found = self._compiled.get(key)
-        if found is None:
-            compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
-            if compiled is not None:  # by Triton's interpreter it is
-                if len(self._compiled) >= KNOWN:
-                    self._compiled.clear()
-                self._compiled[key] = compiled, driver_launch(compiled)
-        elif _has_listeners():
-            found[0][grid](*tensors, *numbers, *self._values)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            found[1](grid, stream, (*addresses, *numbers, *self._values))
+        return decisive(numbers), max(plain) >= LARGE and plain
 
     def _divide(self, first: int, count: int) -> tuple[Part, Part]:
         """What picks the numbers that Triton specializes on, and those that it does not, at least one."""
@@ -92,7 +65,68 @@ class Launcher:
         return self._parts
 
 
-def driver_launch(compiled: Any) -> Callable[[Grid, int, tuple[Any, ...]], None]:
+class Call:
+    """A launcher's calls with the same grid and numbers.
+
+    Triton launches the first call of a kind. After that a call costs the tensors' addresses, a look into a dict, and the
+    driver's launch.
+
+    Args:
+        numbers: each of the same type at every call, or None.
+    """
+
+    __slots__ = ("_behind", "_runs", "grid", "launcher", "numbers")
+
+    def __init__(self, launcher: Launcher, grid: Grid, numbers: tuple[Number, ...]) -> None:
+        self.launcher, self.grid, self.numbers = launcher, grid, numbers
+        self._behind = (*numbers, *launcher.values)
+        self._runs: dict[tuple[Any, ...], Run] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
+
+        Args:
+            tensors: on the current device; the first is not None.
+        """
+        addresses: list[int | None] = []
+        bits = missing = 0
+        for tensor in tensors:
+            if tensor is None:
+                missing |= 1 << len(addresses)
+                addresses.append(None)
+            else:
+                address = tensor.data_ptr()
+                bits |= address
+                addresses.append(address)
+        offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        run = self._runs.get((device, missing, offsets))
+        if run is None or _has_listeners():
+            run = self._look_up((device, missing, offsets), tensors)
+            if run is None:
+                return
+        run(self.grid, torch._C._cuda_getCurrentRawStream(device), (*addresses, *self._behind))
+
+    def _look_up(self, kind: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> Run | None:
+        """The driver's launch for such tensors, or None where Triton has launched this call."""
+        launcher, numbers = self.launcher, self.numbers
+        key = (*kind, *launcher.special(len(tensors), numbers))
+        found = launcher.compiled.get(key)
+        if found is None:
+            compiled = launcher.kernel[self.grid](*tensors, *numbers, **launcher.constants, **launcher.options)
+            if compiled is not None:  # by Triton's interpreter it is
+                if len(launcher.compiled) >= KNOWN:
+                    launcher.compiled.clear()
+                launcher.compiled[key] = compiled, driver_launch(compiled)
+            return None
+        if _has_listeners():
+            found[0][self.grid](*tensors, *numbers, *launcher.values)
+            return None
+        self._runs[kind] = found[1]
+        return found[1]
+
+
+def driver_launch(compiled: Any) -> Run:
     """A compiled kernel's launch, by grid, stream and arguments: the C function of Triton's driver, where this is a driver
     whose function is known and the kernel needs none of what the Python around it does (scratch memory, the sanitizer)."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -119,10 +153,27 @@ _launchers: dict[tuple[Any, ...], Launcher] = {}
 _pointers: dict[Any, int] = {}
 
 
+def prepared(
+    kernel: Any,
+    grid: tuple[int, ...],
+    options: dict[str, Any],
+    dtypes: Iterable[torch.dtype | None],
+    numbers: tuple[Number, ...],
+    **constants: Any,
+) -> Call:
+    """A kernel's calls with tensors of these dtypes; None for one that is missing."""
+    key = (kernel.fn, *constants.values(), *options.items(), *dtypes)
+    launcher = _launchers.get(key)
+    if launcher is None:
+        launcher = _launchers[key] = Launcher(kernel, options, constants)
+    x, y, z = (*grid, 1, 1)[:3]
+    return Call(launcher, (x, y, z), numbers)
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], options: dict[str, Any], arguments: tuple[Any, ...], **constants: Any
 ) -> None:
-    """A launch by a `Launcher`, for callers that do not keep one themselves (which costs less).
+    """A launch by a `Call`, for callers that do not keep one themselves (which costs less).
 
     Args:
         arguments: tensors or None, then numbers, the first of which is not None.
@@ -133,12 +184,7 @@ def launch(
         _pointers[kernel.fn] = pointers
     tensors = arguments[:pointers]
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-    key = (kernel.fn, *constants.values(), *options.items(), *dtypes)
-    launcher = _launchers.get(key)
-    if launcher is None:
-        launcher = _launchers[key] = Launcher(kernel, options, constants)
-    x, y, z = (*grid, 1, 1)[:3]
-    launcher((x, y, z), tensors, arguments[pointers:])
+    prepared(kernel, grid, options, dtypes, arguments[pointers:], **constants)(*tensors)
 
 
 # Triton has these as functions that kernels can call as well, which takes them microseconds.

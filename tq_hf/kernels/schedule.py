@@ -21,7 +21,7 @@ from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec
 from .exact import attend_exact
 from .extend import MEANS, extend, rotate_means
-from .launch import Grid, Launcher, Number, cdiv, power_of_two
+from .launch import Call, Grid, Launcher, Number, cdiv, power_of_two
 from .packed import attend_packed
 from .prepare import prepare
 from .tail import TAIL_TOKENS
@@ -69,8 +69,9 @@ class Launch:
     def __init__(self, kernel: Any, grid: Grid, options: dict[str, Any], constants: dict[str, Any]) -> None:
         self.grid, self.launcher = grid, Launcher(kernel, options, constants)
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
-        self.launcher(self.grid, tensors, numbers)
+    def __call__(self, *numbers: Number) -> Call:
+        """The kernel with its numbers: what its tensors are to be given to."""
+        return Call(self.launcher, self.grid, numbers)
 
 
 @dataclass(frozen=True)
