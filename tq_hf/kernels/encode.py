@@ -26,7 +26,8 @@ from .. import layout
 from ..codebooks import boundaries, levels
 from ..rotation import hadamard_signs
 from .dequant import split_last4
-from .lanes import lane_word_offset, metadata_offset
+from .lanes import lane_word_offset, own_metadata_offset
+from .pieces import as_pieces, block_count, block_offsets, load_width, split_pieces
 from .tiles import lane_words, load_lane_words
 from .warp import (
     multiply_add_halves,
@@ -122,21 +123,22 @@ def sum_of_four(x):
 
 
 @triton.jit
-def piece_dims(m: tl.constexpr):
-    """The dimensions of a lane's piece m, [32, 8]."""
-    return (32 * m + tl.arange(0, 32) % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
+def piece_dims(b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """The dimensions of a lane's block b of pieces."""
+    return block_offsets(tl.arange(0, 32) % 4 * 8, 32, b, PIECES, WIDTH)
 
 
 @triton.jit
 def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """The pieces [32, 8] of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
-    pieces = []
-    for m in tl.static_range(PIECES):
-        d = piece_dims(m)
-        p = tl.where(first[:, None], p_first[:, None] + d, p_second[:, None] + d)
-        mask = real[:, None] if DIM % 32 == 0 else real[:, None] & (d < DIM)
-        pieces = pieces + [tl.load(p, mask=mask, other=0.0, eviction_policy=eviction)]
-    return pieces
+    """The pieces of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
+    WIDTH: tl.constexpr = load_width(p_first.dtype.element_ty)
+    blocks = []
+    for b in tl.static_range(block_count(PIECES)):
+        d = piece_dims(b, PIECES, WIDTH)
+        p = tl.where(first[:, None, None], p_first[:, None, None] + d, p_second[:, None, None] + d)
+        mask = real[:, None, None] if DIM % 32 == 0 else real[:, None, None] & (d < DIM)
+        blocks = blocks + [as_pieces(tl.load(p, mask=mask, other=0.0, eviction_policy=eviction))]
+    return blocks
 
 
 @triton.jit
@@ -156,40 +158,51 @@ def lane_tokens(bits):
 
 @triton.jit
 def add_tokens(total, vectors, share: tl.constexpr):
-    """`total`, a block [32, 8] a piece, and with it the pieces of a lane's four tokens times a share."""
-    PIECES: tl.constexpr = len(total)
+    """`total`, blocks of pieces, and with it the pieces of a lane's four tokens times a share."""
+    BLOCKS: tl.constexpr = len(total)
     sums = []
-    for m in tl.static_range(PIECES):
-        x = total[m]
+    for b in tl.static_range(BLOCKS):
+        x = total[b]
         for r in tl.static_range(4):
-            x += vectors[r * PIECES + m].to(tl.float32) * share
+            x += vectors[r * BLOCKS + b].to(tl.float32) * share
         sums = sums + [x]
     return sums
 
 
 @triton.jit
 def not_finite(total):
-    """Whether any number of a list of blocks [32, 8] is not finite."""
+    """Whether any number of blocks of pieces is not finite."""
     zeros = tl.zeros([32, 8], tl.float32)
-    for m in tl.static_range(len(total)):
-        zeros += total[m] * 0.0  # infinities and NaN times zero are NaN
+    for b in tl.static_range(len(total)):
+        zeros += tl.sum(total[b] * 0.0, 1)  # infinities and NaN times zero are NaN
     return tl.max(tl.max((zeros != 0.0).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
-def over_tokens(x):
-    """The sum [32, 8] over the lanes that share t, in each of them."""
-    return tl.sum(x.reshape(8, 4, 8), 0)[None, :, :].broadcast_to(8, 4, 8).reshape(32, 8)
+def over_tokens(blocks):
+    """The sums of blocks of pieces over the lanes that share t, in each of them."""
+    sums = []
+    for b in tl.static_range(len(blocks)):
+        x = tl.sum(blocks[b].reshape(8, 4, blocks[b].shape[1], 8), 0)[None, :, :, :]
+        sums = sums + [x.broadcast_to(8, 4, x.shape[2], 8).reshape(32, x.shape[2], 8)]
+    return sums
+
+
+@triton.jit
+def piece_words(x):
+    """A block of pieces as words of the left operand: for each piece [32, 4], i the columns."""
+    low, high = tl.split(x.reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
+    return split_pieces(pack_halves(low, high))
 
 
 @triton.jit
 def operand_words(vectors, real, mean, factors):
-    """Vectors less the mean, times the factors (pieces, or None), as left operands, and their norms.
+    """Vectors less the mean, times the factors (blocks of pieces, or None), as left operands, and their norms.
 
     Vectors that are not real get the norm zero, with which they decode to zeros whatever their codes are.
 
     Args:
-        vectors: four times the pieces of a token.
+        vectors: four times the blocks of a token's pieces.
         real: four [32], the tokens that were loaded.
 
     Returns:
@@ -197,43 +210,42 @@ def operand_words(vectors, real, mean, factors):
         norms: four [32].
         Whether any of the norms is not finite.
     """
-    PIECES: tl.constexpr = len(vectors) // 4
+    BLOCKS: tl.constexpr = len(vectors) // 4
     words = []
     norms = []
     overflow = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
         squares = tl.zeros([32, 8], tl.float32)
-        pieces = []
-        for m in tl.static_range(PIECES):
-            x = vectors[r * PIECES + m].to(tl.float32)
+        blocks = []
+        for b in tl.static_range(BLOCKS):
+            x = vectors[r * BLOCKS + b].to(tl.float32)
             if mean is not None:
-                x -= mean[m]
+                x -= mean[b]
             if factors is not None:
-                x *= factors[m]
-            squares += x * x
-            pieces = pieces + [x]
+                x *= factors[b]
+            squares += tl.sum(x * x, 1)
+            blocks = blocks + [x]
         norm = tl.sqrt(sum_of_four(tl.sum(squares, 1)))
         inverse = UNIT / tl.maximum(norm, 1e-30)
-        for m in tl.static_range(PIECES):
-            low, high = tl.split((pieces[m] * inverse[:, None]).reshape(32, 2, 4).permute(0, 2, 1))
-            words = words + split_last4(pack_halves(low, high))
+        for b in tl.static_range(BLOCKS):
+            words = words + piece_words(blocks[b] * inverse[:, None, None])
         overflow |= (~(norm <= LARGEST)).to(tl.int32)
         norms = norms + [tl.where(real[r], norm, 0.0)]
     return words, norms, tl.max(overflow, 0) != 0
 
 
 @triton.jit
-def rotate_tops(first, second, fragments, i: tl.constexpr):
-    """A chunk of the product with the top for dimensions i of two tokens: b = 0, 1 of the first, then of the second."""
-    PIECES: tl.constexpr = len(first) // 4
-    zero = tl.zeros([32], tl.int32)
-    nothing = tl.zeros([32], tl.float32)
+def rotate_tops(first, second, fragments):
+    """A chunk of the product with the top of two tokens, for all i: [32, 4] each, b = 0, 1 of the first, then of the
+    second."""
+    zero = tl.zeros([32, 4], tl.int32)
+    nothing = tl.zeros([32, 4], tl.float32)
     total = [nothing, nothing, nothing, nothing]
     for s in tl.static_range(len(fragments) // 2):
-        if 2 * s + 1 < PIECES:
-            a = [first[8 * s + i], second[8 * s + i], first[8 * s + 4 + i], second[8 * s + 4 + i]]
+        if 2 * s + 1 < len(first):
+            a = [first[2 * s], second[2 * s], first[2 * s + 1], second[2 * s + 1]]
         else:
-            a = [first[8 * s + i], second[8 * s + i], zero, zero]
+            a = [first[2 * s], second[2 * s], zero, zero]
         total = multiply_fp16(a, fragments[2 * s : 2 * s + 2], total)
     return total
 
@@ -250,16 +262,12 @@ def chunk_words(y, KEYS: tl.constexpr):
 @triton.jit
 def rotate_chunk(first, second, fragments, KEYS: tl.constexpr):
     """A chunk of two rotated tokens from their words: four words each (`chunk_words`)."""
-    z0 = rotate_tops(first, second, fragments, 0)
-    z1 = rotate_tops(first, second, fragments, 1)
-    z2 = rotate_tops(first, second, fragments, 2)
-    z3 = rotate_tops(first, second, fragments, 3)
+    z = rotate_tops(first, second, fragments)
     y = []
     for j in tl.static_range(4):
-        sum01 = z0[j] + z1[j]
-        sum23 = z2[j] + z3[j]
-        difference01 = z0[j] - z1[j]
-        difference23 = z2[j] - z3[j]
+        even, odd = tl.split(z[j].reshape(32, 2, 2))  # i = 0, 2 and i = 1, 3
+        sum01, sum23 = tl.split(even + odd)
+        difference01, difference23 = tl.split(even - odd)
         y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
     return chunk_words(y[:8], KEYS), chunk_words(y[8:], KEYS)
 
@@ -407,24 +415,16 @@ def quantize_chunk(words, cells, sums, BITS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def store_scale(sums, norm, p_scale, PADDED: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):
-    """Stores the scales (`layout.PageLayout.scale`) of tokens g; returns which saturate.
-
-    Lane 4g + t has the products of token g with tokens 2t and 2t + 1: one lane has that with itself.
-    """
-    lane = tl.arange(0, 32)
-    g = lane // 4
-    own = lane % 4 == g // 2
-    is_odd = g % 2 == 1
+def token_scale(sums, norm, is_odd, PADDED: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):
+    """The scale (`layout.PageLayout.scale`) of token g, in the lane 4g + t that has the token's product with itself: lanes
+    have those with tokens 2t and 2t + 1."""
     projection = tl.where(is_odd, sums[1], sums[0])
     squares = tl.where(is_odd, sums[3], sums[2])
     scale = norm / tl.sqrt(squares)
     if FITTED:
         unbiased = norm * (UNIT * PADDED**0.5) / tl.maximum(projection, 1e-30)
         scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
-    saturated = own & ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
-    tl.store(p_scale, tl.where(saturated, FP16_MAX, scale).to(tl.float16), mask=own)
-    return saturated.to(tl.int32)
+    return scale
 
 
 @triton.jit
@@ -437,7 +437,7 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     """
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
-    OWN: tl.constexpr = 4 * CHUNKS
+    OWN: tl.constexpr = CHUNKS
     CELLS: tl.constexpr = 9 if BITS == 4 else 2 ** (BITS - 1) + 1  # `magnitude_cells`
     cells = []
     for i in tl.static_range(CELLS):
@@ -445,7 +445,10 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
-        fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
+        fragments = []
+        each = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
+        for w in tl.static_range(WORDS):
+            fragments = fragments + [each[w][:, None].broadcast_to(32, 4)]
         x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
         x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
         codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS, KEYS)
@@ -457,8 +460,14 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
         if not KEYS:
             runs = value_runs(runs)
         store_chunk_words(p_codes, c, run_words(runs, BITS, KEYS), CHUNKS)
-    saturated = tl.zeros([32], tl.int32)
+    lane = tl.arange(0, 32)
+    g = lane // 4
+    scales = []
     for r in tl.static_range(4):
-        p_scale = p_metadata + metadata_offset(8 * r + tl.arange(0, 32) // 4, FIELD, FIELDS)
-        saturated |= store_scale(sums[4 * r : 4 * r + 4], norms[r], p_scale, PADDED, KEYS, FITTED)
-    return tl.max(saturated, 0)
+        scales = scales + [token_scale(sums[4 * r : 4 * r + 4], norms[r], g % 2 == 1, PADDED, KEYS, FITTED)]
+    scale = join4(scales[0], scales[1], scales[2], scales[3])
+    own = (lane % 4 == g // 2)[:, None]
+    saturated = own & ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+    p_scale = p_metadata + (own_metadata_offset(g, FIELD, FIELDS)[:, None] + tl.arange(0, 4)[None, :])
+    tl.store(p_scale, tl.where(saturated, FP16_MAX, scale).to(tl.float16), mask=own)
+    return tl.max(tl.max(saturated.to(tl.int32), 1), 0)

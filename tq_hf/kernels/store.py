@@ -40,6 +40,7 @@ from .lanes import (
     sign_shift,
 )
 from .launch import launch
+from .pieces import as_pieces, block_count, block_size
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
@@ -223,7 +224,9 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
     """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or
     all. Unless `only_finite`, a key that is not spoils the sum."""
     PIECES: tl.constexpr = L.key_padded // 32
-    total = [tl.zeros([32, 8], tl.float32)] * PIECES
+    total = []
+    for b in tl.static_range(block_count(PIECES)):
+        total = total + [tl.zeros([32, block_size(b, PIECES), 8], tl.float32)]
     count = tl.zeros([32], tl.int32)
     token = tl.arange(0, 32)
     for i in range(L.groups):
@@ -236,10 +239,7 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
         total = add_tokens(total, keys, 1.0 / (32 * L.groups))  # divided first: no sum of finite keys overflows
         for r in tl.static_range(4):
             count += counted[r].to(tl.int32)
-    sums = []
-    for m in tl.static_range(PIECES):
-        sums = sums + [over_tokens(total[m])]
-    return sums, tl.sum(count, 0) // 4
+    return over_tokens(total), tl.sum(count, 0) // 4
 
 
 @triton.jit
@@ -250,25 +250,27 @@ def page_mean(start, first, source, p_keep, L: tl.constexpr):
         total, count = page_sum(start, first, source, p_keep, True, L)
     share = 32 * L.groups / tl.maximum(count, 1)
     mean = []
-    for m in tl.static_range(L.key_padded // 32):
-        mean = mean + [saturate(total[m] * share).to(tl.float16).to(tl.float32)]
+    for b in tl.static_range(len(total)):
+        mean = mean + [saturate(total[b] * share).to(tl.float16).to(tl.float32)]
     return mean
 
 
 @triton.jit
 def store_mean(p_page, mean, L: tl.constexpr):
-    for m in tl.static_range(L.key_padded // 32):
-        d = piece_dims(m)
-        mask = (tl.arange(0, 32) < 4)[:, None] & (d < 2 * L.header_words)
-        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[m].to(tl.float16), mask=mask)
+    PIECES: tl.constexpr = L.key_padded // 32
+    for b in tl.static_range(len(mean)):
+        d = piece_dims(b, PIECES, 8)
+        mask = (tl.arange(0, 32) < 4)[:, None, None] & (d < 2 * L.header_words)
+        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[b].to(tl.float16), mask=mask)
 
 
 @triton.jit
 def page_factors(p_factors, L: tl.constexpr):
     """A head's channel factors, in pieces."""
+    PIECES: tl.constexpr = L.key_padded // 32
     factors = []
-    for m in tl.static_range(L.key_padded // 32):
-        factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
+    for b in tl.static_range(block_count(PIECES)):
+        factors = factors + [as_pieces(load_factors(p_factors, piece_dims(b, PIECES, 4), L.key_dim))]
     return factors
 
 

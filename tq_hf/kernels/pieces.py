@@ -1,0 +1,87 @@
+"""Vectors by one warp, in pieces of eight numbers of a lane: a piece for every 32 numbers of a vector.
+
+Blocks hold the same pieces of all lanes, [32 lanes, pieces, 8]. Triton compiles few large blocks much faster than lists of
+many small ones: for every load and store it looks through whatever comes before and after it, one operation at a time. So
+all that can be done to whole blocks is done to whole blocks, which become lists of registers no earlier than they must.
+Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .warp import round_to_pair
+
+
+@triton.constexpr_function
+def block_count(pieces):
+    """How many blocks so many pieces make."""
+    return bin(pieces).count("1")
+
+
+@triton.constexpr_function
+def block_size(b, pieces):
+    """The pieces of block b."""
+    return [size for size in (8, 4, 2, 1) if pieces & size][b]
+
+
+@triton.constexpr_function
+def block_start(b, pieces):
+    """The first piece of block b."""
+    return sum([size for size in (8, 4, 2, 1) if pieces & size][:b])
+
+
+@triton.jit
+def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the numbers of block b are: piece m of a lane at STEP * m from its offset, [32].
+
+    Returns:
+        int32 [32, pieces * 8 / WIDTH, WIDTH]; WIDTH numbers are what a lane loads at once.
+    """
+    PARTS: tl.constexpr = 8 // WIDTH
+    n = tl.arange(0, block_size(b, PIECES) * PARTS)
+    at = STEP * (block_start(b, PIECES) + n // PARTS) + n % PARTS * WIDTH
+    return (offset[:, None, None] + at[None, :, None]) + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.constexpr_function
+def load_width(dtype):
+    """Numbers of 16 bytes, at most a piece: if lanes loaded more or fewer than that at once, Triton would give a lane's piece
+    to two lanes, or a lane the pieces of two."""
+    return min(8, 128 // dtype.primitive_bitwidth)
+
+
+@triton.jit
+def as_pieces(x):
+    """What stands at `block_offsets`, [32, pieces, 8]."""
+    return x.reshape(32, x.shape[1] * x.shape[2] // 8, 8)
+
+
+@triton.jit
+def split_pieces(x):
+    """[32, N, WIDTH] to a list of N [32, WIDTH]; N is a power of two of at most 32."""
+    parts = [x]
+    for bit in tl.static_range(5):
+        if 1 << bit < x.shape[1]:
+            new = []
+            for k in tl.static_range(1 << bit):
+                halves = parts[k].reshape(32, 2, x.shape[1] >> (bit + 1), x.shape[2])
+                a, b = tl.split(halves.permute(0, 2, 3, 1))
+                new = new + [a, b]
+            parts = new
+    pieces = []
+    for k in tl.static_range(x.shape[1]):
+        pieces = pieces + [parts[k].reshape(32, x.shape[2])]
+    return pieces
+
+
+@triton.jit
+def pair_words(blocks, DTYPE: tl.constexpr):
+    """Blocks of fp32 as a list of [32, 1]: words of two neighbours in fp16 or bf16, four a piece."""
+    words = []
+    for b in tl.static_range(len(blocks)):
+        low, high = tl.split(blocks[b].reshape(32, 4 * blocks[b].shape[1], 2))
+        word = round_to_pair(low, high, DTYPE)
+        words = words + split_pieces(word.reshape(32, word.shape[1], 1))
+    return words
