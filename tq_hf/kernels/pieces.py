@@ -33,13 +33,13 @@ def block_start(b, pieces):
 
 
 @triton.jit
-def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the numbers of block b are: piece m of a lane at STEP * m from its offset, [32].
+def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr = 8):
+    """Where the numbers of block b are, SIZE a piece: piece m of a lane at STEP * m from its offset, [32].
 
     Returns:
-        int32 [32, pieces * 8 / WIDTH, WIDTH]; WIDTH numbers are what a lane loads at once.
+        int32 [32, pieces * SIZE / WIDTH, WIDTH]; WIDTH numbers are what a lane loads at once.
     """
-    PARTS: tl.constexpr = 8 // WIDTH
+    PARTS: tl.constexpr = SIZE // WIDTH
     n = tl.arange(0, block_size(b, PIECES) * PARTS)
     at = STEP * (block_start(b, PIECES) + n // PARTS) + n % PARTS * WIDTH
     return (offset[:, None, None] + at[None, :, None]) + tl.arange(0, WIDTH)[None, None, :]

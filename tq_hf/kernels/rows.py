@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pieces import as_pieces, block_count, block_offsets, block_size, load_width, split_pieces
 from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, round_to_pair
 
 
@@ -73,11 +74,11 @@ def add_lanes_of_four(x):
 
 
 @triton.jit
-def sum_of_squares(values):
-    """Of what the four lanes of a g hold."""
-    total = values[0] * values[0]
-    for i in tl.static_range(1, len(values)):
-        total = tl.fma(values[i], values[i], total)
+def sum_of_squares(blocks):
+    """Of what the four lanes of a g hold in blocks of pieces."""
+    total = tl.zeros([32], tl.float32)
+    for b in tl.static_range(len(blocks)):
+        total += tl.sum(tl.sum(blocks[b] * blocks[b], 2), 1)
     return add_lanes_of_four(total)
 
 
@@ -91,9 +92,46 @@ def round_to_pairs(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rest_of_fp16(values):
-    """What rounding to fp16 loses."""
-    return [x - x.to(tl.float16).to(tl.float32) for x in values]
+def run_dims(b: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """The dimensions of block b of a lane's pieces."""
+    return block_offsets(tl.arange(0, 32) % 4 * (PADDED // 4), 8, b, PADDED // 32, WIDTH)
+
+
+@triton.jit
+def load_blocks(p_rows, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """What a lane takes of its row, in blocks of pieces (`pieces.py`), fp32; zeros beyond DIM.
+
+    Args:
+        p_rows: [32].
+    """
+    WIDTH: tl.constexpr = load_width(p_rows.dtype.element_ty)
+    blocks = []
+    for b in tl.static_range(block_count(PADDED // 32)):
+        d = run_dims(b, PADDED, WIDTH)
+        x = tl.load(p_rows[:, None, None] + d, mask=d < DIM, other=0.0) if DIM < PADDED else tl.load(p_rows[:, None, None] + d)
+        blocks = blocks + [as_pieces(x).to(tl.float32)]
+    return blocks
+
+
+@triton.jit
+def load_pair_words(p_rows, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """What a lane takes of some rows of 16-bit numbers, as a list of words of two, [32, ROWS]; zeros beyond DIM and where a
+    row is not `live`.
+
+    Args:
+        p_rows, live: [32, ROWS].
+    """
+    ROWS: tl.constexpr = p_rows.shape[1]
+    p_words = p_rows.to(tl.pointer_type(tl.int32))
+    words = []
+    for b in tl.static_range(block_count(PADDED // 32)):
+        word = block_offsets(tl.arange(0, 32) % 4 * (PADDED // 8), 4, b, PADDED // 32, 4, 4)[:, None, :, :]
+        mask = live[:, :, None, None]
+        if DIM < PADDED:
+            mask = mask & (word < DIM // 2)
+        x = tl.load(p_words[:, :, None, None] + word, mask=mask, other=0)
+        words = words + split_pieces(x.reshape(32, ROWS, 4 * block_size(b, PADDED // 32)).permute(0, 2, 1))
+    return words
 
 
 @triton.jit
@@ -119,4 +157,19 @@ def row_products(columns, rows, sums, DTYPE: tl.constexpr):
         a = [columns[i // 2], columns[i // 2], columns[i // 2 + 1], columns[i // 2 + 1]]
         b = [join_halves(rows[i], rows[i + 1]), join_halves(rows[i + 2], rows[i + 3])]
         sums = multiply_halves(a, b, sums, DTYPE)
+    return sums
+
+
+@triton.jit
+def word_products(columns, rows, sums):
+    """`row_products` with several rows g, for fp16.
+
+    Args:
+        columns: `pieces.pair_words` of column g.
+        rows: `load_pair_words`.
+        sums: four fp32 [32, ROWS].
+    """
+    for i in tl.static_range(0, len(rows), 2):
+        a = [columns[i], columns[i], columns[i + 1], columns[i + 1]]
+        sums = multiply_fp16(a, rows[i : i + 2], sums)
     return sums
