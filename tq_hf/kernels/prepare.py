@@ -63,8 +63,8 @@ def prepare_query(p_rows, p_factors, p_signs, p_rotated, p_plain, p_factor, part
         p_sign_rows = p_signs + ((32 * part + 4 * g)[:, None] + i) * PADDED
         signs = load_pair_words(p_sign_rows, (g >= 0)[:, None] & (i >= 0), PADDED, PADDED)
         # With the rest, 22 bits of the query; products with signs are exact.
-        y = word_products(pair_words(rest, tl.float16), signs, [tl.zeros([32, 4], tl.float32)] * 4)
-        y = word_products(pair_words(query, tl.float16), signs, y)
+        y = word_products(pair_words(rest, tl.float16), signs, [tl.zeros([32, 4], tl.float32)] * 4, tl.float16)
+        y = word_products(pair_words(query, tl.float16), signs, y, tl.float16)
         rotated = tl.join(y[0], y[1]).permute(0, 2, 1).reshape(32, 8) * PADDED**-0.5
     tl.store(p_rotated[:, None] + own_dims, encode(rotated, DTYPE), mask=inside[:, None])
     if p_plain is not None:
@@ -95,7 +95,7 @@ def score_means(p_rows, p_pool, p_page_ids, p_means, column, columns, heads, i_h
     for b in tl.static_range(len(query)):
         scaled = scaled + [query[b] * inverse[:, None, None]]
     nothing = tl.zeros([32, ENTRIES // 8], tl.float32)
-    y = word_products(pair_words(scaled, tl.float16), means, [nothing] * 4)
+    y = word_products(pair_words(scaled, tl.float16), means, [nothing] * 4, tl.float16)
     scores = tl.join(y[0], y[1]) * factor[:, None, None]  # of entries 2t and 2t + 1 of a block
     entry = first + (8 * block[:, :, None] + (2 * t)[:, None, None]) + tl.arange(0, 2)[None, None, :]
     mask = (entry < entries) & (column < columns)[:, None, None]

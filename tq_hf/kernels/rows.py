@@ -161,15 +161,15 @@ def row_products(columns, rows, sums, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def word_products(columns, rows, sums):
-    """`row_products` with several rows g, for fp16.
+def word_products(columns, rows, sums, DTYPE: tl.constexpr):
+    """`row_products` with several rows g.
 
     Args:
-        columns: `pieces.pair_words` of column g.
+        columns: `pieces.pair_words` of column g, of DTYPE.
         rows: `load_pair_words`.
         sums: four fp32 [32, ROWS].
     """
     for i in tl.static_range(0, len(rows), 2):
         a = [columns[i], columns[i], columns[i + 1], columns[i + 1]]
-        sums = multiply_fp16(a, rows[i : i + 2], sums)
+        sums = multiply_halves(a, rows[i : i + 2], sums, DTYPE)
     return sums
