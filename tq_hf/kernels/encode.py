@@ -446,7 +446,7 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     sums = [nothing] * 16
     for c in range(CHUNKS):
         fragments = []
-        each = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
+        each = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS, False), WORDS, False)
         for w in tl.static_range(WORDS):
             fragments = fragments + [each[w][:, None].broadcast_to(32, 4)]
         x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)

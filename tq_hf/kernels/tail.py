@@ -24,6 +24,7 @@ from .rows import (
     store_run,
     word_products,
 )
+from .tiles import in_large_blocks
 from .warp import join_halves, lane_xor, permute_bytes, power_of_two
 
 TAIL_TOKENS = tl.constexpr(16)
@@ -36,18 +37,13 @@ def largest_of_four(x):
     return tl.maximum(x, lane_xor(x, 2))
 
 
-# The steps that go over dimensions. Up to 128 of them, vectors are lists of numbers; as such, longer ones would take long to
-# compile (`pieces.py`), so they are blocks and lists of words.
-@triton.constexpr_function
-def in_blocks(L):
-    """Whether vectors are in blocks."""
-    return max(L.key_padded, L.value_padded) > 128
+# The steps that go over dimensions: vectors are lists of numbers, or if they are long, blocks and lists of words.
 
 
 @triton.jit
 def load_query(p_rows, g, t, L: tl.constexpr, DTYPE: tl.constexpr):
     """The query of column g, as words of two numbers."""
-    if in_blocks(L):
+    if in_large_blocks(L):
         return pair_words(load_blocks(p_rows, L.key_dim, L.key_padded), DTYPE)
     else:
         KEYS: tl.constexpr = L.key_padded // 4  # of a lane, of each key
@@ -59,7 +55,7 @@ def load_query(p_rows, g, t, L: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def key_scores(query, p_keys, live, t, L: tl.constexpr, DTYPE: tl.constexpr):
     """Products of column g with the keys that lanes 4g point to, of rows 2t and 2t + 1."""
-    if in_blocks(L):
+    if in_large_blocks(L):
         keys = load_pair_words(p_keys[:, None], live[:, None], L.key_dim, L.key_padded)
         y = word_products(query, keys, [tl.zeros([32, 1], tl.float32)] * 4, DTYPE)
         return [y[0].reshape(32), y[1].reshape(32)]
@@ -82,7 +78,7 @@ def value_offsets(offset, b: tl.constexpr, PADDED: tl.constexpr, SCALE: tl.const
 def load_values(p_values, live, g, L: tl.constexpr):
     """The lane's eighth of a value: a list of numbers, or blocks of words of two."""
     VALUES: tl.constexpr = L.value_padded // 8
-    if in_blocks(L):
+    if in_large_blocks(L):
         p_words = p_values.to(tl.pointer_type(tl.int32))
         blocks = []
         for b in tl.static_range(block_count(VALUES // 8 if VALUES % 8 == 0 else VALUES // 4)):
@@ -105,7 +101,7 @@ def weighted_sums(values, high, rest, L: tl.constexpr, DTYPE: tl.constexpr):
     Args:
         high, rest: words of two weights of column g.
     """
-    if in_blocks(L):
+    if in_large_blocks(L):
         sums = []
         for b in tl.static_range(len(values[0])):
             halves = []
@@ -139,7 +135,7 @@ def weighted_sums(values, high, rest, L: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def store_sums(p_sums, sums, inside, L: tl.constexpr):
     """`weighted_sums` to where they belong, from a lane's pointer on."""
-    if in_blocks(L):
+    if in_large_blocks(L):
         for i in tl.static_range(len(sums)):
             n = value_offsets(tl.zeros([32], tl.int32), i // 2, L.value_padded, 2) + i % 2 * (L.value_padded // 8)
             tl.store(p_sums[:, None, None] + n, sums[i].reshape(n.shape), mask=inside[:, None, None])
