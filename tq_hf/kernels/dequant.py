@@ -21,6 +21,8 @@ from torch import Tensor
 from ..codebooks import levels
 from ..layout import LANES, PageLayout
 
+# Dimensions up to which vectors are lists of small blocks: tuned as they are, and compiled in a few seconds.
+SMALL_DIMS = 128
 # Inline assembly does not run in Triton's interpreter.
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 
@@ -51,6 +53,8 @@ class PageSpec(NamedTuple):
     """Metadata fields of a token."""
     same_table: bool
     """Whether keys and values share their table of levels."""
+    large: bool
+    """Whether kernels shall take vectors in few large blocks, not in lists of small ones (`pieces.py`)."""
 
 
 @lru_cache(maxsize=None)
@@ -77,6 +81,7 @@ def page_spec(layout: PageLayout) -> PageSpec:
         layout.group_words,
         len(layout.metadata),
         keys == values,
+        max(layout.key_dim_padded, layout.value_dim_padded) > SMALL_DIMS,
     )
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .dequant import chunk_runs, fp8_pairs, split_last4
 from .pieces import block_count, block_offsets
-from .tiles import chunk_int8, in_large_blocks, lane_words, part
+from .tiles import chunk_int8, lane_words, part
 from .warp import (
     lane_of,
     lane_xor,
@@ -72,7 +72,7 @@ def load_operand(p_query, columns, L: tl.constexpr, COLUMNS: tl.constexpr):
     for x in tl.static_range(OWN):
         column = tl.minimum(g // 2 if COLUMNS == 4 else 8 * x + g, columns - 1)
         p = column * (L.key_padded // 2) + lane % 4 * (L.key_padded // 8)
-        if in_large_blocks(L):
+        if L.large:
             blocks = []
             for b in tl.static_range(block_count(L.key_padded // 32)):
                 blocks = blocks + [tl.load(p_query + block_offsets(p, 4, b, L.key_padded // 32, 4, 4))]
@@ -194,7 +194,7 @@ def add_int8_values(sums, decay, values, table, weights, magic, L: tl.constexpr,
     """sums * decay + the tile's values times integer weights, of 4 columns: sum i is that of dimension g * D/8 + i."""
     words = []
     for u in tl.static_range(TILE):
-        words = words + lane_words(part(values, u, TILE), L.value_words, in_large_blocks(L))
+        words = words + lane_words(part(values, u, TILE), L.value_words, L.large)
     new = []
     for c in tl.static_range(L.value_padded // 32):
         levels = []

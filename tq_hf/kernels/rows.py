@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from .pieces import as_pieces, block_count, block_offsets, block_size, load_width, split_pieces
-from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, round_to_pair
+from .dequant import join_all
+from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, rotate_block, rotate_lanes, round_to_pair
 
 
 @triton.jit
@@ -64,6 +65,36 @@ def store_run(p_rows, values, mask, DTYPE: tl.constexpr):
     for i in tl.static_range(0, len(values), 4):
         x = tl.join(tl.join(values[i], values[i + 2]), tl.join(values[i + 1], values[i + 3])).reshape(32, 4)
         tl.store(p + i, x.to(DTYPE), mask=mask[:, None])
+
+
+@triton.jit
+def sums_of_lane(values, g, ROTATE: tl.constexpr, LARGE: tl.constexpr):
+    """A lane's list of up to 32 numbers, or what `rotate_lanes` makes of it, for `store_sums`: as it is, or if it is LARGE as
+    blocks (`pieces.py`)."""
+    if LARGE:
+        blocks = []
+        for bit in tl.static_range(4):
+            if len(values) & (32 >> bit):
+                x = join_all(values[len(values) >> (6 - bit) << (6 - bit) :][: 32 >> bit]).reshape(32, 32 >> bit)
+                if ROTATE:
+                    x = rotate_block(x, g)
+                blocks = blocks + [x]
+        return blocks
+    else:
+        return rotate_lanes(values, g) if ROTATE else values
+
+
+@triton.jit
+def store_sums(p_rows, sums, mask, LARGE: tl.constexpr):
+    """Store what `sums_of_lane` returns from a lane's pointer on, fp32."""
+    if LARGE:
+        p = p_rows[:, None, None]
+        for b in tl.static_range(len(sums)):
+            n = 4 * tl.arange(0, sums[b].shape[1] // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
+            tl.store(p + n, sums[b].reshape(32, sums[b].shape[1] // 4, 4), mask=mask[:, None, None])
+            p += sums[b].shape[1]
+    else:
+        store_run(p_rows, sums, mask, tl.float32)
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from .rows import (
     store_run,
     word_products,
 )
-from .tiles import in_large_blocks
 from .warp import join_halves, lane_xor, permute_bytes, power_of_two
 
 TAIL_TOKENS = tl.constexpr(16)
@@ -43,7 +42,7 @@ def largest_of_four(x):
 @triton.jit
 def load_query(p_rows, g, t, L: tl.constexpr, DTYPE: tl.constexpr):
     """The query of column g, as words of two numbers."""
-    if in_large_blocks(L):
+    if L.large:
         return pair_words(load_blocks(p_rows, L.key_dim, L.key_padded), DTYPE)
     else:
         KEYS: tl.constexpr = L.key_padded // 4  # of a lane, of each key
@@ -55,7 +54,7 @@ def load_query(p_rows, g, t, L: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def key_scores(query, p_keys, live, t, L: tl.constexpr, DTYPE: tl.constexpr):
     """Products of column g with the keys that lanes 4g point to, of rows 2t and 2t + 1."""
-    if in_large_blocks(L):
+    if L.large:
         keys = load_pair_words(p_keys[:, None], live[:, None], L.key_dim, L.key_padded)
         y = word_products(query, keys, [tl.zeros([32, 1], tl.float32)] * 4, DTYPE)
         return [y[0].reshape(32), y[1].reshape(32)]
@@ -78,7 +77,7 @@ def value_offsets(offset, b: tl.constexpr, PADDED: tl.constexpr, SCALE: tl.const
 def load_values(p_values, live, g, L: tl.constexpr):
     """The lane's eighth of a value: a list of numbers, or blocks of words of two."""
     VALUES: tl.constexpr = L.value_padded // 8
-    if in_large_blocks(L):
+    if L.large:
         p_words = p_values.to(tl.pointer_type(tl.int32))
         blocks = []
         for b in tl.static_range(block_count(VALUES // 8 if VALUES % 8 == 0 else VALUES // 4)):
@@ -101,7 +100,7 @@ def weighted_sums(values, high, rest, L: tl.constexpr, DTYPE: tl.constexpr):
     Args:
         high, rest: words of two weights of column g.
     """
-    if in_large_blocks(L):
+    if L.large:
         sums = []
         for b in tl.static_range(len(values[0])):
             halves = []
@@ -133,9 +132,9 @@ def weighted_sums(values, high, rest, L: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_sums(p_sums, sums, inside, L: tl.constexpr):
+def store_weighted(p_sums, sums, inside, L: tl.constexpr):
     """`weighted_sums` to where they belong, from a lane's pointer on."""
-    if in_large_blocks(L):
+    if L.large:
         for i in tl.static_range(len(sums)):
             n = value_offsets(tl.zeros([32], tl.int32), i // 2, L.value_padded, 2) + i % 2 * (L.value_padded // 8)
             tl.store(p_sums[:, None, None] + n, sums[i].reshape(n.shape), mask=inside[:, None, None])
@@ -210,4 +209,4 @@ def attend_tail(
     inside = column < columns
     tl.store(p_stats + 2 * row, highest, mask=inside & (t == 0))
     tl.store(p_stats + 2 * row + 1, total, mask=inside & (t == 0))
-    store_sums(p_output + (row.to(tl.int64) * L.value_padded + 2 * VALUES * t), sums, inside, L)
+    store_weighted(p_output + (row.to(tl.int64) * L.value_padded + 2 * VALUES * t), sums, inside, L)

@@ -13,12 +13,6 @@ from .pieces import block_count, block_offsets, split_pieces
 from .warp import lane_of_four, permute_bytes, split_halves
 
 
-@triton.constexpr_function
-def in_large_blocks(L):
-    """Whether vectors are so long that lists of many small blocks would take long to compile."""
-    return max(L.key_padded, L.value_padded) > 128
-
-
 @triton.jit
 def load_lane_words(p_codes, COUNT: tl.constexpr, LARGE: tl.constexpr):
     """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`); if they shall be LARGE, as
