@@ -65,7 +65,8 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
 
 
 def lanes_hold_elements(ttgir: str) -> int:
-    """Checks that lane i holds element i (of a block [32, N]: row i) of what goes between lanes, and counts these instructions.
+    """Checks that lane i holds element i (row i of a block [32, N]) of what goes between lanes, and counts instructions that
+    do this.
 
     Triton may lay out what comes of a reduction differently: instructions between lanes would then mix up elements.
     """

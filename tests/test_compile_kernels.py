@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiling import Launch, compile_launch, lanes_hold_elements, resources
+from tests.compiling import Launch, compile_launch, compiler_steps, lanes_hold_elements, resources
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -221,3 +221,27 @@ def test_extend_fits_the_gpu(
         assert resources(compiled, tmp_path)[1] <= most, name
         if name == "extend":
             assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "preset", "dim", "columns", "queries", "most"),
+    [
+        ("prepare", "tq4", 128, 4, 1, 17e6),
+        ("prepare", "tq4", 256, 4, 1, 36e6),
+        ("decode", "tq4", 128, 4, 1, 430e6),
+        ("decode", "tq4", 256, 4, 1, 260e6),
+        ("decode", "tq4", 256, 8, 1, 340e6),
+        ("combine", "tq4", 256, 4, 64, 1.9e6),
+        ("rotate_means", "tq4", 256, 4, 64, 0.8e6),
+        ("attend_exact", "tq4", 256, 4, 64, 0.6e6),
+        ("extend", "tq4", 128, 4, 64, 5.3e6),
+        ("extend", "tq4", 256, 4, 64, 9e6),
+    ],
+)
+def test_kernels_compile_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, preset: str, dim: int, columns: int, queries: int, most: float
+) -> None:
+    """1.5 times what they take now: code that doubles takes eight times as long."""
+    found = launches(monkeypatch, 90, preset, dim, columns, 2, 100, queries)
+    steps = compiler_steps(compile_launch(found[kernel], 90).asm["ttir"])
+    assert steps <= most

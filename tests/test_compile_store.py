@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiling import Launch, compile_launch, lanes_hold_elements, resources
+from tests.compiling import Launch, compile_launch, compiler_steps, lanes_hold_elements, resources
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -83,6 +83,20 @@ def test_packing_stays_in_registers(
     assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
     if preset != "4bit_nc":  # its values are not rotated: they are packed in blocks
         assert kernel.metadata.shared == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "dim", "dtype", "most"),
+    [("tq4", 128, torch.bfloat16, 280e6), ("4bit_nc", 128, torch.bfloat16, 32e6), ("tq4", 256, torch.float16, 340e6)],
+    ids=str,
+)
+def test_packing_compiles_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, dtype: torch.dtype, most: float
+) -> None:
+    """1.5 times what it takes now: code that doubles takes eight times as long."""
+    launch = launches(monkeypatch, 90, preset, (dim, dim), dtype, 3)["pack_pages"]
+    steps = compiler_steps(compile_launch(launch, 90).asm["ttir"])
+    assert steps <= most
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

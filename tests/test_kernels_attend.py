@@ -244,7 +244,7 @@ def test_interpreted_presets(preset: str) -> None:
         # More than 128 dimensions are taken in larger blocks.
         Case("tq4", 256, length=77, group=3, rows=2, row_start=(0, 20), options=narrow()),
         Case("tq3", 150, 224, length=77, group=8, options=narrow()),
-        Case("k8v4", 192, 150, length=77, group=2, options=narrow()),
+        Case("k8v4", 256, 150, length=77, group=2, options=narrow()),
         Case("4bit_nc", 224, 256, length=77, group=6, options=narrow()),
     ],
     ids=str,

@@ -3,7 +3,8 @@
 Blocks hold the same pieces of all lanes, [32 lanes, pieces, 8]. Triton compiles few large blocks much faster than lists of
 many small ones: for every load and store it looks through whatever comes before and after it, one operation at a time. So
 all that can be done to whole blocks is done to whole blocks, which become lists of registers no earlier than they must.
-Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these.
+Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these. (Words of codes
+are up to 16 times four.)
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ def block_count(pieces):
 @triton.constexpr_function
 def block_size(b, pieces):
     """The pieces of block b."""
-    return [size for size in (8, 4, 2, 1) if pieces & size][b]
+    return [size for size in (16, 8, 4, 2, 1) if pieces & size][b]
 
 
 @triton.constexpr_function
 def block_start(b, pieces):
     """The first piece of block b."""
-    return sum([size for size in (8, 4, 2, 1) if pieces & size][:b])
+    return sum([size for size in (16, 8, 4, 2, 1) if pieces & size][:b])
 
 
 @triton.jit
-def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr = 8):
+def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+                  SIZE: tl.constexpr = 8):  # fmt: skip
     """Where the numbers of block b are, SIZE a piece: piece m of a lane at STEP * m from its offset, [32].
 
     Returns:
@@ -47,8 +49,8 @@ def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.conste
 
 @triton.constexpr_function
 def load_width(dtype):
-    """Numbers of 16 bytes, at most a piece: if lanes loaded more or fewer than that at once, Triton would give a lane's piece
-    to two lanes, or a lane the pieces of two."""
+    """Numbers of 16 bytes, at most a piece: what a lane loads at once. Of longer rows of a block, Triton would give parts to
+    other lanes."""
     return min(8, 128 // dtype.primitive_bitwidth)
 
 

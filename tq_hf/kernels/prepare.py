@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .query import LOG2_E, column_rows, encode, power_of_two_above
 from .lanes import load_factors
 from .pieces import as_pieces, pair_words
+from .query import LOG2_E, column_rows, encode, power_of_two_above
 from .rows import load_blocks, load_pair_words, run_dims, sum_of_squares, word_products
 from .workspace import section
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .pieces import as_pieces, block_count, block_offsets, block_size, load_width, split_pieces
 from .dequant import join_all
+from .pieces import as_pieces, block_count, block_offsets, block_size, load_width, split_pieces
 from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, rotate_block, rotate_lanes, round_to_pair
 
 
@@ -69,7 +69,7 @@ def store_run(p_rows, values, mask, DTYPE: tl.constexpr):
 
 @triton.jit
 def sums_of_lane(values, g, ROTATE: tl.constexpr, LARGE: tl.constexpr):
-    """A lane's list of up to 32 numbers, or what `rotate_lanes` makes of it, for `store_sums`: as it is, or if it is LARGE as
+    """A lane's list of up to 32 numbers, or what `rotate_lanes` makes of it, for `store_sums`: as it is, or if LARGE as
     blocks (`pieces.py`)."""
     if LARGE:
         blocks = []
@@ -139,7 +139,10 @@ def load_blocks(p_rows, DIM: tl.constexpr, PADDED: tl.constexpr):
     blocks = []
     for b in tl.static_range(block_count(PADDED // 32)):
         d = run_dims(b, PADDED, WIDTH)
-        x = tl.load(p_rows[:, None, None] + d, mask=d < DIM, other=0.0) if DIM < PADDED else tl.load(p_rows[:, None, None] + d)
+        if DIM < PADDED:
+            x = tl.load(p_rows[:, None, None] + d, mask=d < DIM, other=0.0)
+        else:
+            x = tl.load(p_rows[:, None, None] + d)
         blocks = blocks + [as_pieces(x).to(tl.float32)]
     return blocks
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from .exact import token_blocks, token_positions, token_rows
 from .packed import NOTHING
-from .query import LOG2_E, column_rows
 from .pieces import block_count, block_offsets, pair_words
+from .query import LOG2_E, column_rows
 from .rows import (
     add_lanes_of_four,
     load_blocks,

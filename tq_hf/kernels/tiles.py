@@ -15,8 +15,8 @@ from .warp import lane_of_four, permute_bytes, split_halves
 
 @triton.jit
 def load_lane_words(p_codes, COUNT: tl.constexpr, LARGE: tl.constexpr):
-    """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`); if they shall be LARGE, as
-    few blocks as possible [32, QUADS, 4] (`pieces.py`)."""
+    """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`). If LARGE, several fours
+    are a block [32, QUADS, 4] (`pieces.py`)."""
     lane = tl.arange(0, 32)
     REST: tl.constexpr = COUNT % 4
     blocks = []
