@@ -80,7 +80,7 @@ def test_packing_stays_in_registers(
     kernel = compile_launch(launches(monkeypatch, architecture, preset, dims, dtype, 3)["pack_pages"], architecture)
     registers, stack = resources(kernel, tmp_path)
     assert registers <= most_registers and stack <= most_stack
-    assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
+    assert lanes_hold_elements(kernel.asm["ttgir"]) >= 10
     if preset != "4bit_nc":  # its values are not rotated: they are packed in blocks
         assert kernel.metadata.shared == 0
 

@@ -3,8 +3,8 @@
 Blocks hold the same pieces of all lanes, [32 lanes, pieces, 8]. Triton compiles few large blocks much faster than lists of
 many small ones: for every load and store it looks through whatever comes before and after it, one operation at a time. So
 all that can be done to whole blocks is done to whole blocks, which become lists of registers no earlier than they must.
-Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these. (Words of codes
-are up to 16 times four.)
+Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these (words
+of codes may be 16 times four).
 """
 
 from __future__ import annotations
