@@ -1,7 +1,8 @@
 """Draw KL against bytes: `python -m eval.plot_ablation DIR [--image FILE]`, from the JSON that `scripts/ablation` wrote.
 
-One panel a model and window. Marks stand at the bytes of a quantized layer; where a preset keeps layers exact, a line leads
-to the mean over all layers. The dotted line is what rounding in the model's dtype costs by itself.
+One panel a model and window. Marks stand at the bytes of a quantized layer, those of a published preset one below the other;
+where a preset keeps layers exact, a line leads to the mean over all layers. The dotted line is what rounding in the model's
+dtype costs by itself.
 """
 
 from __future__ import annotations
@@ -53,13 +54,17 @@ def _draw_panel(panel: Any, results: ModelResults) -> None:
         )  # fmt: skip
         for short, point in found:
             x, kl = point["page_bytes"], point["kl"]
-            panel.annotate(short, (x, kl), textcoords="offset points", xytext=(5, 4), fontsize=8, color=color)
+            if short in OWN or label.endswith("every token packed"):  # the same name stands below at the same bytes
+                left = short == "3bit_nc"  # k3v4_nc is right beside it
+                offset = {"xytext": (-5, 4), "ha": "right"} if left else {"xytext": (5, 4)}
+                panel.annotate(short, (x, kl), textcoords="offset points", fontsize=8, color=color, **offset)
             if point["mean_bytes"] > x:
                 panel.plot([x, point["mean_bytes"]], [kl, kl], "-|", color=color, linewidth=0.8)
     if _measured(results, "raw"):
         floor = results.settings["raw"]["kl"]
         panel.axhline(floor, color="grey", linewidth=0.8, linestyle=":", label="the model's dtype in pages (rounding)")
     panel.set_yscale("log")
+    panel.margins(x=0.12)
     if heights:
         panel.set_ylim(min(heights) / 3, max(heights) * 2)
     panel.set_title(f"{Path(results.run['model']).name}, windows of {results.run['window']:,}", fontsize=10)

@@ -13,6 +13,7 @@ from .measures.other_caches import DYNAMIC, OTHERS
 from .plotting import figure_of, save
 from .stored import StoredResults
 
+PANELS = 5  # heatmaps in a row
 
 def draw(kind: str, results: Sequence[StoredResults], out: Path) -> Path:
     """Write `out`/KIND.png.
@@ -45,7 +46,18 @@ def _curves(results: Sequence[StoredResults]) -> Any:
             if label.startswith("KL"):
                 panel.set_yscale("log")
             panel.grid(which="major", linewidth=0.3)
-        row[0].legend(fontsize=6, frameon=False)
+    axes[0][-1].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _curves_of_long_texts(results: Sequence[StoredResults]) -> Any:
+    """The same, over positions each of which is twice the one before."""
+    figure = _curves(results)
+    places = sorted({point["to"] for found in results for entry in measured(found).values() for point in entry["curve"]})
+    for panel in figure.axes:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(places, [_short(place) for place in places])
+        panel.minorticks_off()
     return figure
 
 
@@ -72,22 +84,30 @@ def _bars(results: Sequence[StoredResults]) -> Any:
 
 
 def _heatmaps(results: Sequence[StoredResults]) -> Any:
-    """The share of needles found, by depth and length: a row a model, a column a setting."""
-    columns = list(dict.fromkeys(name for found in results for name in by_setting(found)))
-    figure, axes = figure_of(len(results), max(1, len(columns)), size=(2.6, 2.8))
-    for found, row in zip(results, axes):
-        settings = by_setting(found)
-        for panel, name in zip(row, columns):
-            if name not in settings:
-                panel.set_axis_off()
-                continue
-            lengths = sorted(settings[name])
-            cells = grid(settings[name], lengths)
-            panel.imshow(cells, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, extent=(0, len(lengths), 100, 0))
+    """The share of needles found, by depth and length: a panel a setting, five in a row; each model begins a row."""
+    rows = [
+        [(found, name) for name in names[i : i + PANELS]]
+        for found in results
+        for names in [list(by_setting(found))]
+        for i in range(0, len(names), PANELS)
+    ]
+    figure, axes = figure_of(max(1, len(rows)), PANELS, size=(2.3, 2.3))
+    for panel in axes.flat:
+        panel.set_axis_off()
+    for row, panels in zip(rows, axes):
+        for (found, name), panel in zip(row, panels):
+            panel.set_axis_on()
+            settings = by_setting(found)[name]
+            lengths = sorted(settings)
+            cells = grid(settings, lengths)
+            image = panel.imshow(cells, aspect="auto", cmap="RdYlGn", vmin=0, vmax=1, extent=(0, len(lengths), 100, 0))
             panel.set_xticks([i + 0.5 for i in range(len(lengths))], [_short(n) for n in lengths], fontsize=7)
-            panel.set_title(f"{name}\n{title(found)}", fontsize=7)
-        row[0].set_ylabel("depth, %")
-    figure.supxlabel("tokens; green: all needles found, red: none", fontsize=8)
+            panel.tick_params(axis="y", labelsize=7)
+            panel.set_title(f"{name}\n{title(found)}", fontsize=8)
+        panels[0].set_ylabel("depth, %", fontsize=8)
+    if rows:
+        figure.colorbar(image, ax=axes, shrink=0.6, label="needles found")
+    figure.supxlabel("tokens", fontsize=8)
     return figure
 
 
@@ -126,7 +146,7 @@ def _scatter(results: Sequence[StoredResults]) -> Any:
 
 DRAWN: dict[str, Callable[[Sequence[StoredResults]], Any]] = {
     "perplexity": _curves,
-    "longctx": _curves,
+    "longctx": _curves_of_long_texts,
     "gsm8k": _bars,
     "needle": _heatmaps,
     "compare": _scatter,

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 from tq_hf.at_once import AtOnceCache
+from tq_hf.page_by_page import PageByPageCache
 
 from .outlier_split import Split
 from .simulated_cache import SimulatedCache
@@ -57,7 +58,7 @@ class Setting:
         if self.at_once:
             return AtOnceCache(model_config, self.config)
         if self.split is None:
-            return TurboQuantCache(model_config, preset=self.config)
+            return PageByPageCache(model_config, preset=self.config)
         return SimulatedCache(model_config, self.config, self.split)
 
 

@@ -161,7 +161,8 @@ def report(kind: type[Study], out: Path) -> None:
     text = f"# {kind.kind}\n"
     for heading, table in kind.tables(found).items():
         text += f"\n{heading}:\n\n{table}"
-    commands = {entry["command"] for results in found for entry in results.entries.values()}
+    parts = re.compile(r" --part \d+/\d+")
+    commands = {parts.sub("", entry["command"]) for results in found for entry in results.entries.values()}
     text += "\nMeasured with:\n\n" + "".join(f"    {command}\n" for command in sorted(commands))
     if failed := failures(found):
         text += f"\nNot in the tables:\n\n{failed}"

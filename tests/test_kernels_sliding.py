@@ -48,7 +48,7 @@ def test_attention_over_a_slid_state(preset: str, chunks: list[int], queries: in
     assert step is not None
     assert table.origin > 0
     assert table.spans[0][0] < 0  # the page across the origin
-    hidden, total = layer._hidden(step), layer.length + 1
+    hidden, total = layer.hidden(step), layer.length + 1
     assert hidden > 0
     position = torch.arange(total)
     own = position[total - queries :, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 import tq_hf
+from eval import word_perplexity
 from eval.results import read_all
 from eval.summary import tables
 from tq_hf import PRESETS, TurboQuantCache
@@ -51,6 +53,21 @@ def test_the_quality_tables_are_what_was_measured() -> None:
     assert list(shown) == ["windows of 2,048", "windows of 8,192", "single changes"]
     for name, table in shown.items():
         assert table in README, f"{name}: print it with python -m eval.summary"
+
+
+def test_the_studies_tables_are_what_was_measured() -> None:
+    folder = ROOT / "eval/results/studies_h200"
+    found = {
+        name: re.findall(r"^(.*):\n\n((?:\|.*\n)+)", (folder / f"{name}.md").read_text("utf-8"), flags=re.M)
+        for name in ("gsm8k", "longctx")
+    }
+    strict = [(heading, table) for heading, table in found["gsm8k"] if "strict-match" in heading]
+    assert len(strict) == 2 and len(found["longctx"]) == 1
+    for heading, table in [*strict, *found["longctx"]]:
+        assert table in README, heading
+    words = json.loads((folder / "word_perplexity.json").read_text("utf-8"))
+    assert word_perplexity.table(words) == (folder / "word_perplexity.md").read_text("utf-8")
+    assert word_perplexity.table(words) in README
 
 
 def test_the_preset_table_is_the_layouts() -> None:

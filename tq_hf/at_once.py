@@ -53,7 +53,7 @@ class AtOnceSlidingLayer(AtOnceLayer, SlidingLayer):
 
     def dense(self, step: Step) -> tuple[Tensor, Tensor]:
         if step.dense is None:
-            hidden = max(self._hidden(step), 0)
+            hidden = max(self.hidden(step), 0)
             key, value = super().dense(step)
             step.dense = key[:, :, hidden:], value[:, :, hidden:]
         return step.dense

@@ -225,6 +225,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 
     visible_length = _known_length  # key positions that a step's handles show
 
+    def hidden(self, step: Step) -> int:
+        """Positions from the table's origin on that come before those."""
+        return 0
+
     def get_seq_length(self) -> Any:
         """Tokens in the cache: an int, or in the static mode a device scalar once there are any."""
         if not self.is_initialized:

@@ -262,17 +262,20 @@ class TurboQuantLM(HFLM):
             **{cache_argument(self.model): cache},
             **generation_kwargs,
         )
-        self._count_generated(cache, attention_mask, output.shape[1])
+        self._count_generated(cache, context, attention_mask, output.shape[1])
         return output
+
+    def _prompt_chunks(self, context: Tensor) -> list[tuple[int, int]]:
+        return self.mode.chunks(context.shape[1], context.shape[0], self.model, self.settings)
 
     @torch.no_grad()
     def _feed_prompt(self, context: Tensor, attention_mask: Tensor, cache: TurboQuantCache) -> None:
-        """Feed all but the prompt's last chunk, which `generate()` goes on with."""
+        """Feed all but a prompt's last chunk, which `generate()` goes on with."""
         self._require_chunks()
         positions = (attention_mask.cumsum(1) - 1).clamp_min(0)
         argument = cache_argument(self.model)
         with self._autocast():
-            for start, end in self.mode.chunks(context.shape[1], self.settings)[:-1]:
+            for start, end in self._prompt_chunks(context)[:-1]:
                 self.model(
                     context[:, start:end],
                     attention_mask=attention_mask[:, :end],
@@ -282,17 +285,16 @@ class TurboQuantLM(HFLM):
                     **{argument: cache},
                 )
 
-    def _count_generated(self, cache: TurboQuantCache, attention_mask: Tensor, length: int) -> None:
+    def _count_generated(
+        self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int
+    ) -> None:
         """Count what the last forward pass of a generation read; the newest token was not fed to the model any more."""
         fed = length - 1
         prompt = attention_mask.shape[1]
         paged = tokens_in_pages(cache)
-        if self.mode.kind != "packed":
-            # The last pass read what was packed before it. One pass alone is that of the prompt's last chunk.
-            before = self.mode.chunks(prompt, self.settings)[-1][0] if self.mode.kind == "prefill" else 0
-            start = fed - 1 if fed > prompt else before
-            exact = self.settings.recent_window + self.settings.sink_tokens
-            paged = min(paged, max(0, start - exact) // self.settings.page_size * self.settings.page_size)
+        if self.mode.kind != "packed":  # a first pass reads its own exact states
+            first_only = fed == prompt and (self.mode.kind == "decode" or len(self._prompt_chunks(context)) == 1)
+            paged = 0 if first_only else tokens_in_pages(cache, fed)
         padding = (prompt - attention_mask.sum(1)).tolist()
         read = [max(0, paged - left) for left in padding]  # a row's first exact tokens stand behind its padding
         self._count(cache, [[next(self._tasks)]] * len(padding), [fed - left for left in padding], read)

@@ -1,7 +1,7 @@
 """What the positions of a text read while it is scored: the named modes.
 
 - `decode`: what decoding token by token reads, the preset's exact tail and first tokens included; everything older is read
-  from packed pages. Fed in chunks that end where a page falls due, which is the same within rounding.
+  from packed pages. Fed in chunks that pack each page where it falls due, which is the same within rounding.
 - `packed`: every query reads quantized keys and values, its own token's included, and nothing stays exact: the pure
   quantizer, for comparison with figures published for it. It looks ahead where keys are centred or balanced: a page's mean
   knows the whole page, and the balance of channels the whole first page.
@@ -20,6 +20,7 @@ from .at_once import AtOnceCache
 from .cache import TurboQuantCache
 from .chunks import text_chunks
 from .config import TurboQuantConfig
+from .page_by_page import PageByPageCache, pages_at_once
 
 PACKED_CHUNK = 1024  # tokens at once in "packed", for the sake of the logits' memory; a multiple of every page size
 EXACT_TOKENS = ("recent_window", "sink_tokens")
@@ -72,14 +73,14 @@ class ScoringMode:
 
     def new_cache(self, model_config: PretrainedConfig, settings: TurboQuantConfig) -> TurboQuantCache:
         """An empty cache for `settings`."""
-        return (AtOnceCache if self.kind == "packed" else TurboQuantCache)(model_config, settings)
+        return (AtOnceCache if self.kind == "packed" else PageByPageCache)(model_config, settings)
 
-    def chunks(self, length: int, settings: TurboQuantConfig) -> list[tuple[int, int]]:
-        """How to feed `length` tokens: [(start, end), ...], covering 0 .. length."""
+    def chunks(self, length: int, rows: int, model: Any, settings: TurboQuantConfig) -> list[tuple[int, int]]:
+        """How to feed texts of `length` tokens to a model and its `new_cache`: [(start, end), ...], covering 0 .. length."""
         if self.kind == "packed":
             ends = [*range(PACKED_CHUNK, length, PACKED_CHUNK), length]
             return list(zip([0, *ends], ends))
-        return text_chunks(length, settings, prompt=self.prefill)
+        return text_chunks(length, settings, prompt=self.prefill, pages=pages_at_once(model, rows, settings))
 
     def padded_length(self, length: int, settings: TurboQuantConfig) -> int:
         """Tokens to feed for a text of `length`: in `packed` whole pages, so that none of its tokens stays exact."""
@@ -89,14 +90,21 @@ class ScoringMode:
         """Tokens that the last of `length` reads from pages."""
         if self.kind == "packed":
             return length
-        start, _ = self.chunks(length, settings)[-1]
-        pages = (start - settings.recent_window - settings.sink_tokens) // settings.page_size
+        if length <= self.prefill:
+            return 0
+        pages = (length - 1 - settings.recent_window - settings.sink_tokens) // settings.page_size
         return max(0, pages) * settings.page_size
 
 
-def tokens_in_pages(cache: TurboQuantCache) -> int:
-    """Positions that a cache's pages cover, whatever the number of its layers and rows."""
-    return cache.table.packed_end - cache.table.sink_tokens if cache.packed_layers else 0
+def tokens_in_pages(cache: TurboQuantCache, length: int | None = None) -> int:
+    """Positions that a cache's pages cover, whatever the number of its layers and rows: all of them, or those that the last
+    of `length` tokens reads, which a page falls due before it is fed."""
+    if not cache.packed_layers:
+        return 0
+    if length is None:
+        return cache.table.packed_end - cache.table.sink_tokens
+    last = length - 1 - cache.table.recent_window
+    return sum(count for start, count in cache.table.spans if start + count <= last)
 
 
 def quantized_layers(cache: TurboQuantCache) -> int:

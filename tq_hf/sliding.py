@@ -285,9 +285,9 @@ class SlidingLayer(TurboQuantLayer):
         return min(length, self.table.window - 1) + query_length, max(self.table.first_seen(length), 0)
 
     def visible_length(self, step: Step) -> int:
-        return self._known_length(step) - self._hidden(step)
+        return self._known_length(step) - self.hidden(step)
 
-    def _hidden(self, step: Step) -> int:
+    def hidden(self, step: Step) -> int:
         """Positions from the table's origin on that the step's handles do not show."""
         return max(self.table.first_seen(step.origin + step.start), 0) - step.origin
 
@@ -310,14 +310,14 @@ class SlidingLayer(TurboQuantLayer):
         causal: bool,
     ) -> Tensor:
         self._require_readable(step)
-        hidden = self._hidden(step)
+        hidden = self.hidden(step)
         if hidden > 0:
             mask = self.table.mask_from_origin(mask, hidden, self.visible_length(step), self)
         return super().attend(step, query, mask, aux_sinks, scaling, softcap, causal)
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         self._require_readable(step)
-        hidden = self._hidden(step)
+        hidden = self.hidden(step)
         key, value = super()._gather(step)
         return key[:, :, hidden:], value[:, :, hidden:]
 
@@ -343,7 +343,7 @@ class SlidingLayer(TurboQuantLayer):
         super().commit(step, mask, query)
 
     def _kept(self, step: Step, mask: Tensor) -> Tensor:
-        keep, hidden = super()._kept(step, mask), self._hidden(step)
+        keep, hidden = super()._kept(step, mask), self.hidden(step)
         return pad(keep, (hidden, 0)) if hidden > 0 else keep
 
     def _learns_balance(self) -> bool:

@@ -84,8 +84,7 @@ def score_tokens(
     kept: list[tuple[Tensor, Tensor]] = []
     last: list[Tensor | None] = [None] * len(texts)
     read = [0] * len(texts)
-    for start, end in mode.chunks(width, settings):
-        before = tokens_in_pages(cache)
+    for start, end in mode.chunks(width, len(texts), model, settings):
         arguments = {} if mask is None else {"attention_mask": mask[:, :end]}
         logits = model(ids[:, start:end], use_cache=True, **{argument: cache}, **arguments).logits
         if logits.shape[1] != end - start:
@@ -97,7 +96,10 @@ def score_tokens(
         for row, length in enumerate(lengths):
             if start < length <= end:
                 last[row] = F.log_softmax(logits[row, length - 1 - start], dim=-1, dtype=dtype)
-                read[row] = min(length, tokens_in_pages(cache)) if mode.kind == "packed" else before
+                if mode.kind == "packed":
+                    read[row] = min(length, tokens_in_pages(cache))
+                else:  # the first chunk reads its own exact states
+                    read[row] = tokens_in_pages(cache, length) if start else 0
         del logits  # before the next ones are made: they are the largest tensors
     log_probs, greedy = (torch.cat(parts, dim=1).cpu() for parts in zip(*kept))
     return TokenScores(log_probs, greedy, torch.stack([row for row in last if row is not None]), read)

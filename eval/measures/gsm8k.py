@@ -161,7 +161,7 @@ def _table(entries: dict[str, Result], name: str) -> str:
             row += ["", "", ""]
         else:
             pair = mcnemar(entries[EXACT][name]["right"], mine["right"])
-            row += [str(pair.lost), str(pair.gained), f"{pair.p:.3f}"]
+            row += [str(pair.lost), str(pair.gained), "< 0.001" if pair.p < 0.001 else f"{pair.p:.3f}"]
         if "packed_share" in entry:
             row += [f"{entry['cache_ratio']:.2f}", f"{100 * entry['packed_share']:.0f}"]
         else:

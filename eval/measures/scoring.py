@@ -13,6 +13,7 @@ from tq_hf import ATTENTION_NAME, TurboQuantCache
 from tq_hf.chunks import text_chunks
 from tq_hf.comparison import Progress, TextScores, score_texts
 from tq_hf.layout import PageLayout
+from tq_hf.page_by_page import pages_at_once
 
 from .. import simulated_cache
 from ..settings import Setting
@@ -63,7 +64,8 @@ def score(
                 " needs: take a multiple."
             )
     caches = [setting.new_cache(model.config) for setting in settings]
-    chunks = text_chunks(ids.shape[1], settings[0].config)
+    config = settings[0].config
+    chunks = text_chunks(ids.shape[1], config, pages=pages_at_once(model, len(ids), config))
     exact = DynamicCache(config=model.config)
     return list(zip(score_texts(model, ids, exact, caches, chunks, progress), caches))
 
