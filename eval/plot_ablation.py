@@ -44,7 +44,8 @@ def draw(models: Sequence[ModelResults], path: Path) -> None:
 
 
 def _draw_panel(panel: Any, results: ModelResults) -> None:
-    heights = []
+    heights: list[float] = []
+    named: set[str] = set()
     for label, marker, color, shown in SERIES:
         found = [(short, results.settings[name]) for name, short in shown.items() if _measured(results, name)]
         heights += [point["kl"] for _, point in found]
@@ -54,7 +55,8 @@ def _draw_panel(panel: Any, results: ModelResults) -> None:
         )  # fmt: skip
         for short, point in found:
             x, kl = point["page_bytes"], point["kl"]
-            if short in OWN or label.endswith("every token packed"):  # the same name stands below at the same bytes
+            if short not in named:  # one below the other, at the same bytes: the highest has the name
+                named.add(short)
                 left = short == "3bit_nc"  # k3v4_nc is right beside it
                 offset = {"xytext": (-5, 4), "ha": "right"} if left else {"xytext": (5, 4)}
                 panel.annotate(short, (x, kl), textcoords="offset points", fontsize=8, color=color, **offset)

@@ -1,4 +1,4 @@
-"""The README's two tables of quality, from the JSON of `scripts/ablation`: `python -m eval.summary DIR`."""
+"""The tables of quality in README.md beside this file, from the JSON of `scripts/ablation`: `python -m eval.summary DIR`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tq_hf.config import DEFAULT_PRESET
 from tq_hf.embedded_model import embedded_model
 from tq_hf.lm_eval_model import TurboQuantLM
 
-PROMPT = Path(__file__).with_name("prompt.txt")
+PROMPT = Path(__file__).parents[1] / "tq_hf" / "handbook.txt"
 
 
 def windows(model: HFLM, text: str, rows: int, length: int) -> list[str]:

@@ -19,15 +19,17 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+import tq_hf
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.chunks import first_page_tokens
-from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, serve, versions
+from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, read_text, serve, versions
 from tq_hf.comparison import Agreement, Generation, cache_nbytes, generate_timed, logit_agreement
 from tq_hf.config import DEFAULT_PRESET, PRESETS
+from tq_hf.conversation import context_length, encode_prompt
 
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")
-DEFAULT_PROMPT = Path(__file__).with_name("prompt.txt")
+DEFAULT_PROMPT = Path(tq_hf.__file__).with_name("handbook.txt")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preset", default=DEFAULT_PRESET, help=f"{', '.join(PRESETS)} (default: %(default)s)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="the prompt itself")
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: scripts/prompt.txt)")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file with the prompt (default: tq_hf/handbook.txt)")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to this file as well")
@@ -70,23 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         return str(args.prompt)
-    path: Path = args.prompt_file or DEFAULT_PROMPT
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the prompt file {path} cannot be read: {first_line(error)}") from error
-
-
-def encode(loaded: Loaded, prompt: str, device: torch.device) -> torch.Tensor:
-    """The prompt's ids, int64 [1, tokens]; as a user's message where the model has a chat template."""
-    if getattr(loaded.tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt}]
-        encoded = loaded.tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = loaded.tokenizer(prompt, return_tensors="pt")
-    return encoded["input_ids"].to(device)
+    return read_text(args.prompt_file or DEFAULT_PROMPT)
 
 
 def check_length(prompt_tokens: int, new_tokens: int, model_config: Any, config: TurboQuantConfig) -> None:
@@ -95,7 +81,7 @@ def check_length(prompt_tokens: int, new_tokens: int, model_config: Any, config:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, too few to pack a page: this preset needs at least {needed}."
         )
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(model_config)
     if context is not None and prompt_tokens + new_tokens > context:
         raise RequestError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the model's context of {context}."
@@ -196,7 +182,7 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise RequestError(str(error)) from error
     loaded = load(args.model, device)
-    ids = encode(loaded, prompt, device)
+    ids = encode_prompt(loaded.tokenizer, prompt).to(device)
     check_length(ids.shape[1], args.max_new_tokens, loaded.model.config, config)
     result = compare(loaded, ids, args.preset, args.max_new_tokens)
     print(as_text(loaded, ids, args.preset, result))

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests import tiny_models
+from tests.command_line import CommandLine
+from tests.word_model import save_word_model
 from tq_hf import embedded_model as embedded
 
 
@@ -45,3 +47,25 @@ def embedded_model(embedded_folder: Path) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in bfloat16 and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(embedded_folder, dtype=torch.bfloat16).eval()
     return model, AutoTokenizer.from_pretrained(embedded_folder)
+
+
+@pytest.fixture
+def tq_hf(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.fixture(scope="session")
+def word_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in float32 with a chat template, whose words are its tokens."""
+    path = tmp_path_factory.mktemp("words") / "model"
+    save_word_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without a chat template, for contexts of 300 tokens."""
+    path = tmp_path_factory.mktemp("words") / "base"
+    save_word_model(path, max_position_embeddings=300)
+    (path / "chat_template.jinja").unlink()
+    return path

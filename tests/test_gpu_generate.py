@@ -18,7 +18,7 @@ from tq_hf import TurboQuantCache
 
 pytestmark = [pytest.mark.gpu]
 NEW = 64
-PROMPT = Path(__file__).parents[1] / "scripts" / "prompt.txt"
+PROMPT = Path(__file__).parents[1] / "tq_hf" / "handbook.txt"
 
 
 @functools.lru_cache(maxsize=1)

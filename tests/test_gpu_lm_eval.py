@@ -21,7 +21,7 @@ LENGTHS = (700, 650, 300, 90)
 
 
 def texts(folder: Path) -> list[list[int]]:
-    ids = AutoTokenizer.from_pretrained(folder)((ROOT / "scripts" / "prompt.txt").read_text()).input_ids
+    ids = AutoTokenizer.from_pretrained(folder)((ROOT / "tq_hf" / "handbook.txt").read_text()).input_ids
     return [ids[100 * i : 100 * i + length] for i, length in enumerate(LENGTHS)]
 
 

@@ -374,7 +374,7 @@ def test_without_a_mask_a_query_sees_what_the_handle_shows() -> None:
 
 
 def test_the_readmes_table_is_the_arithmetic() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[1] / "tq_hf" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [\w ,.-]+ \| (\d+) \| (\d+) \| 1\.00 \| (.*) \| (.*) \| (.*) \|$", readme, flags=re.M)
     assert len(rows) == 4
     for window, dim, *cells in rows:

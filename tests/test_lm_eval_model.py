@@ -386,12 +386,6 @@ def test_usage_is_summed_over_processes(folder: str, monkeypatch: pytest.MonkeyP
     assert model.usage["elsewhere"] == other["elsewhere"]
 
 
-def test_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["colour"])
-    assert "invalid choice: 'colour'" in capsys.readouterr().err
-
-
 def test_the_command_needs_lm_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.__main__", None)
     assert cli.main(["lm-eval", "ls"]) == 2

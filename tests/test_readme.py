@@ -11,15 +11,19 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import tq_hf
-from eval import word_perplexity
+import tq_hf as package
+from eval import headline, word_perplexity
 from eval.results import read_all
 from eval.summary import tables
+from tests.command_line import CommandLine
 from tq_hf import PRESETS, TurboQuantCache
+from tq_hf.cli.presets import row as preset_row
 from tq_hf.config import DEFAULT_PRESET
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+EVAL = (ROOT / "eval" / "README.md").read_text(encoding="utf-8")
+PLACES = ("eval", "scripts", "scripts/space", "tests/conformance", "tq_hf")
 MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -52,7 +56,11 @@ def test_the_quality_tables_are_what_was_measured() -> None:
     shown = tables(read_all(ROOT / "eval/results/ablation_h200"))
     assert list(shown) == ["windows of 2,048", "windows of 8,192", "single changes"]
     for name, table in shown.items():
-        assert table in README, f"{name}: print it with python -m eval.summary"
+        assert table in EVAL, f"{name}: print it with python -m eval.summary"
+
+
+def test_the_table_of_presets_costs_is_what_was_measured() -> None:
+    assert headline.table(ROOT / "eval/results") in README, "print it with python -m eval.headline eval/results"
 
 
 def test_the_studies_tables_are_what_was_measured() -> None:
@@ -64,32 +72,20 @@ def test_the_studies_tables_are_what_was_measured() -> None:
     strict = [(heading, table) for heading, table in found["gsm8k"] if "strict-match" in heading]
     assert len(strict) == 2 and len(found["longctx"]) == 1
     for heading, table in [*strict, *found["longctx"]]:
-        assert table in README, heading
+        assert table in EVAL, heading
     words = json.loads((folder / "word_perplexity.json").read_text("utf-8"))
     assert word_perplexity.table(words) == (folder / "word_perplexity.md").read_text("utf-8")
-    assert word_perplexity.table(words) in README
+    assert word_perplexity.table(words) in EVAL
 
 
 def test_the_preset_table_is_the_layouts() -> None:
     rows = table()
     assert list(rows) == list(PRESETS)
-    for name, (keys, values, exact, size, ratio) in rows.items():
-        config = PRESETS[name]
-        layout = config.layout(128, 128, torch.bfloat16)
-        assert float(size) == layout.bytes_per_token
-        assert ratio == f"{512 / layout.bytes_per_token:.2f}"
-        widths = {"fp8": "fp8", "raw": "the model's dtype"}
-        assert keys.startswith(widths.get(config.key_format, f"{config.key_bits} bits"))
-        assert values.startswith(widths.get(config.value_format, f"{config.value_bits} bits"))
-        assert ("centred" in keys) == config.center_keys
-        assert ("QJL" in keys) == (config.key_format == "qjl")
-        assert ("min/max" in values) == (config.value_format in ("min_max", "grouped"))
-        assert ("in groups of 32" in values) == (config.value_format == "grouped")
-        assert ("rotated" in values) == (config.value_format == "lloyd_max")
-        sinks = f", first {config.sink_tokens} tokens" if config.sink_tokens else " tokens"
-        window = f"newest {config.recent_window}{sinks}"
-        boundary = f"first and last {config.boundary_layers} layers"
-        assert exact == (boundary if config.boundary_layers else window)
+    for name, written in rows.items():
+        said = preset_row(name, PRESETS[name])
+        assert written == [said["keys"], said["values"], said["exact"], f"{said['bytes']:g}", f"{said['ratio']:.2f}"]
+        layout = PRESETS[name].layout(128, 128, torch.bfloat16)
+        assert (float(written[3]), written[4]) == (layout.bytes_per_token, f"{512 / layout.bytes_per_token:.2f}")
 
 
 def test_the_ratios_of_a_whole_cache_are_those_of_its_report() -> None:
@@ -110,6 +106,21 @@ def test_the_ratios_of_a_whole_cache_are_those_of_its_report() -> None:
         assert ratio == f"{cache.report().ratio:.2f}", said
 
 
+def test_the_estimate_is_what_the_command_prints(
+    tmp_path: Path, tq_hf: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3.1 8B's shape."""
+    config = LlamaConfig(
+        num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    (command,) = re.findall(r"\(`(--config Llama-3.1-8B .*)`\)", README)
+    config.save_pretrained(tmp_path / "Llama-3.1-8B")
+    monkeypatch.chdir(tmp_path)
+    printed = [line.rstrip() for line in tq_hf("estimate", *command.split()).out.splitlines()]
+    assert "\n".join(printed) + "\n" in blocks("")
+
+
 def test_the_commands_exist_and_are_executable() -> None:
     for name in ("scripts/run", "scripts/test", "scripts/gpu_check", "scripts/ablation", "scripts/conformance", ".ci/run"):
         assert (ROOT / name).stat().st_mode & 0o111, name
@@ -117,9 +128,22 @@ def test_the_commands_exist_and_are_executable() -> None:
 
 def test_the_documented_names_exist() -> None:
     for name in ("TurboQuantCache", "TurboQuantConfig", "PRESETS", "enable", "disable"):
-        assert hasattr(tq_hf, name) and name in tq_hf.__all__
+        assert hasattr(package, name) and name in package.__all__
 
 
 def test_the_version_is_the_packages() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'version = "{tq_hf.__version__}"' in project
+    assert f'version = "{package.__version__}"' in project
+
+
+def test_what_readmes_link_to_exists() -> None:
+    shown = set()
+    for readme in (ROOT / "README.md", *(ROOT / place / "README.md" for place in PLACES)):
+        for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8")):
+            if not link.startswith("https://"):
+                target = readme.parent / link
+                assert target.exists(), f"{readme}: {link}"
+                if target.suffix == ".png":
+                    assert target.stat().st_size < 300_000, target
+                    shown.add(target.name)
+    assert {f"demo_{page}_desktop.png" for page in ("chat", "side_by_side", "memory")} <= shown

@@ -17,7 +17,7 @@ from tq_hf import TurboQuantCache
 pytestmark = pytest.mark.network
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}
 NEW = 12
-TEXT = (Path(__file__).parents[1] / "scripts" / "prompt.txt").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[1] / "tq_hf" / "handbook.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from . import loading, saving
+from . import cache_summary, loading, saving
 from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .hybrid_layer import HybridLayer
@@ -456,14 +456,10 @@ class TurboQuantCache(DynamicCache):
             )
 
     def __repr__(self) -> str:
-        mode = "dynamic" if self.table.max_cache_len is None else f"max_cache_len={self.table.max_cache_len}"
-        if self._rows is None:
-            return f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers, empty)"
-        report = self.report()
-        return (
-            f"TurboQuantCache(preset={self.preset!r}, {mode}, {len(self.packed_layers)} packed layers,"
-            f" {report.nbytes / 2**20:.1f} MiB where bf16 takes {report.bytes_bf16 / 2**20:.1f})"
-        )
+        return cache_summary.describe(self)
+
+    def _repr_html_(self) -> str:
+        return cache_summary.as_html(self)
 
 
 def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:

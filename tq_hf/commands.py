@@ -1,10 +1,11 @@
-"""What the commands in `scripts/` share: mistakes reported in one line, and a model with its tokenizer."""
+"""What all commands share: mistakes reported in one line, a model with its tokenizer, a config, a prompt."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import hashlib
+import json
 import logging
 import platform
 import re
@@ -17,15 +18,13 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from . import embedded_model
+from .errors import RequestError as RequestError  # from here as well
+from .errors import first_line as first_line
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
-class RequestError(Exception):
-    """A request that cannot be served; the message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,11 +41,6 @@ class Loaded:
     name: str
     model: Any
     tokenizer: Any
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip() if lines else type(error).__name__
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -77,15 +71,7 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bflo
     Raises:
         RequestError: there is no such model, or it cannot be loaded.
     """
-    if name is None:
-        try:
-            source, shown = str(embedded_model.embedded_model()), embedded_model.NAME
-        except embedded_model.EmbeddedModelError as error:
-            raise RequestError(str(error)) from error
-    else:
-        source = shown = name
-        if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
-            raise RequestError(f"the model folder {name} does not exist.")
+    source, shown = _source(name)
     print(f"Loading {shown} ...", file=sys.stderr, flush=True)
     try:
         AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
@@ -95,6 +81,68 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bflo
         kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
         raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
     return Loaded(shown, model.to(device).eval(), tokenizer)
+
+
+def _source(name: str | None) -> tuple[str, str]:
+    """Where `from_pretrained` finds a model, and what to call it. None and its name stand for the embedded model."""
+    if name is None or (name == embedded_model.NAME and not Path(name).is_dir()):
+        try:
+            return str(embedded_model.embedded_model()), embedded_model.NAME
+        except embedded_model.EmbeddedModelError as error:
+            raise RequestError(str(error)) from error
+    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+        raise RequestError(f"the model folder {name} does not exist.")
+    return name, name
+
+
+def load_config(name: str | None) -> PretrainedConfig:
+    """A model's config: of a config.json, a folder that has one, or a hub id; None: the embedded model's.
+
+    Raises:
+        RequestError: there is none, or it is no config that transformers knows.
+    """
+    if name is not None and Path(name).is_file():
+        try:
+            return config_of(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, RequestError) as error:
+            raise RequestError(f"{name} is no model's config: {first_line(error)}") from error
+    source, shown = _source(name)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, ImportError) as error:
+        raise RequestError(f"no config could be loaded from {shown}: {first_line(error)}") from error
+
+
+def config_of(text: str) -> PretrainedConfig:
+    """The config that a config.json's text describes.
+
+    Raises:
+        RequestError: it is no JSON object, names a `model_type` that transformers does not know, or does not fit it.
+    """
+    try:
+        described = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"not JSON: {first_line(error)}.") from error
+    kind = described.get("model_type") if isinstance(described, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise RequestError(f"model_type={kind!r} is none that transformers {transformers.__version__} knows.")
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(described)
+    except Exception as error:  # each config checks its fields in its own way
+        raise RequestError(f"its fields do not fit a {kind} model: {first_line(error)}") from error
+    return config
+
+
+def read_text(path: Path) -> str:
+    """A prompt from a file.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"the prompt file {path} cannot be read: {first_line(error)}") from error
 
 
 def versions() -> dict[str, str]:
@@ -115,10 +163,15 @@ def code_fingerprint(folder: Path = Path(__file__).parent) -> str:
     return digest.hexdigest()[:12]
 
 
-def serve(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Run a command and return its exit code: 2 and one line for a request that cannot be served."""
+def quiet() -> None:
+    """No messages of libraries between those of a command."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports every retry of a missing connection
+
+
+def serve(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+    """Run a command and return its exit code: 2 and one line for a request that cannot be served."""
+    quiet()
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except RequestError as error:

@@ -71,8 +71,12 @@ class _Clock:
 
 
 def cache_argument(model: Any) -> str:
-    """What the model's forward calls its cache: `"cache"` since transformers 5.24, where `"past_key_values"` warns."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """What the model's forward calls its cache: `"cache"` since transformers 5.24, where `"past_key_values"` warns.
+
+    Before, models without attention had their own name for it.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
 def generate_timed(

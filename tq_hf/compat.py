@@ -16,3 +16,11 @@ def reset_layer(layer: Any) -> None:
     if isinstance(layer, DynamicLayer) and layer.is_initialized:
         layer.keys = layer.values = None
         layer.is_initialized = False
+
+
+def reset_cache(cache: Any) -> None:
+    """Empty a cache, `TurboQuantCache` or one of transformers' own."""
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            reset_layer(layer)

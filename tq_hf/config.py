@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from .display import html_table
 from .layout import PageLayout, require_format, require_page, require_rotation
 
 CODEBOOKS = ("gaussian", "beta", "int8_grid")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TurboQuantConfig:
     """How a `TurboQuantCache` stores keys and values.
 
@@ -78,6 +79,16 @@ class TurboQuantConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name}={value!r} is not allowed: expected an integer of at least 0.")
+
+    def __repr__(self) -> str:
+        """The call that makes it, without what is at its default."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"TurboQuantConfig({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+    def _repr_html_(self) -> str:
+        names = [name for name, config in PRESETS.items() if config == self]
+        title = f"TurboQuantConfig, preset {' or '.join(names)}" if names else "TurboQuantConfig"
+        return html_table(title, ["field", "value"], [[f.name, str(getattr(self, f.name))] for f in fields(self)])
 
     @classmethod
     def from_preset(cls, preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:

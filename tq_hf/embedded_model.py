@@ -137,7 +137,7 @@ def _convert(gguf: Path, target: Path, progress: bool) -> None:
     try:
         import gguf as _gguf  # noqa: F401  (transformers imports it by name and reports its absence less clearly)
     except ImportError as error:
-        raise EmbeddedModelError("Reading the embedded model needs the package gguf: pip install 'tq-hf[demo]'.") from error
+        raise EmbeddedModelError("The embedded model needs the package gguf: pip install 'tq-hf[embedded]'.") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

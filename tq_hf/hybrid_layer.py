@@ -68,8 +68,7 @@ class HybridLayer(TurboQuantLayer, LinearAttentionCacheLayerMixin):
         return super().nbytes + storage_bytes(vars(self.state))
 
     def report(self, layer: int) -> LayerReport:
-        report = super().report(layer)
-        return replace(report, nbytes=self.nbytes, kind=f"{report.kind} + state")
+        return replace(super().report(layer), nbytes=self.nbytes)
 
     # What transformers' `Cache` and models read of a layer with states.
     has_previous_state = property(lambda self: self.state.has_previous_state)

@@ -23,6 +23,18 @@ NO_PAGE = -1
 SPARE_PAGES = 16
 
 
+def grown(have: int, pages: int) -> int:
+    """The size that a layer's `have` pages get when it needs `pages`: at least 1/32 more, so that copies stay rare."""
+    return have if pages <= have else max(pages, have + have // 32)
+
+
+def is_wasteful(used: int, capacity: int, to_come: int | None) -> bool:
+    """Whether a pool of `capacity` pages is worth a copy of those in use (`PagePool.compact` explains `to_come`)."""
+    if to_come is None:
+        return 2 * used < capacity and capacity - used >= SPARE_PAGES
+    return 4 * (used + to_come) < 3 * capacity
+
+
 class PagePool:
     """Hands out page ids, counts how many rows use each, and takes them back; keeps each layer's pages.
 
@@ -130,12 +142,12 @@ class PagePool:
 
     @torch.inference_mode(False)
     def grow(self, slot: int, pages: int) -> None:
-        """Make room for `pages` pages of a layer: at least 1/32 more than now, so that copies stay rare."""
+        """Make room for `pages` pages of a layer (`grown`)."""
         old = self.of(slot)
         have = old.shape[0]
         if pages <= have:
             return
-        new = old.new_zeros((max(pages, have + have // 32), *old.shape[1:]))
+        new = old.new_zeros((grown(have, pages), *old.shape[1:]))
         new[:have] = old
         self.put(slot, new)
 
@@ -152,11 +164,7 @@ class PagePool:
         tables = list(self.users)  # none of them may go away while ids change
         used = self.used
         room = used + (to_come or 0)
-        if to_come is None:
-            is_wasteful = 2 * used < self.capacity and self.capacity - used >= SPARE_PAGES
-        else:
-            is_wasteful = 4 * room < 3 * self.capacity
-        if not is_wasteful:
+        if not is_wasteful(used, self.capacity, to_come):
             return
         kept = [page for page, references in enumerate(self.references) if references]
         for slot in self._devices:

@@ -424,6 +424,11 @@ class BlockTable:
         return [t for d in self._devices.values() for t in (d.page_ids, d.entries, d.row_start)]
 
 
+def entry_room(entries: int) -> int:
+    """How many entries the tensors of a dynamic table have room for when they are made for `entries`."""
+    return max(16, 1 << max(0, entries - 1).bit_length())
+
+
 class DeviceTable:
     """A block table's tensors on one device.
 
@@ -441,7 +446,7 @@ class DeviceTable:
     def rebuild(self, table: BlockTable) -> None:
         assert table.rows is not None
         entries = len(table.spans)
-        room = entries if table.is_static else max(16, 1 << max(0, entries - 1).bit_length())
+        room = entries if table.is_static else entry_room(entries)
         self.page_ids = torch.full((len(table.rows), room), NO_PAGE, dtype=torch.int32, device=self.device)
         self.entries = torch.zeros((room, 2), dtype=torch.int32, device=self.device)
         self.row_start = _int32(table.row_starts).to(self.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .display import html_table, mib
 from .memory import storage_bytes
 
 
@@ -27,7 +28,7 @@ class LayerReport:
         return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheReport:
     """What a cache holds, layer by layer, counted from its real tensors. `str()` gives a Markdown table.
 
@@ -66,6 +67,18 @@ class CacheReport:
         """`bytes_bf16` over `nbytes`."""
         return self.bytes_bf16 / self.nbytes if self.nbytes else 0.0
 
+    def __repr__(self) -> str:
+        smaller = f", {self.ratio:.2f} times smaller than bf16" if self.ratio else ""
+        return (
+            f"{type(self).__name__}({self.preset!r}, {len(self.layers)} layers, {self.packed_tokens:,} tokens packed and"
+            f" {self.exact_tokens:,} exact, {mib(self.nbytes)}{smaller})"
+        )
+
+    def _repr_html_(self) -> str:
+        columns = ["kind", "layer", "packed tokens", "exact tokens", "bytes", "ratio to bf16"]
+        total = ["all", "", *_html_cells(self)]
+        return html_table(repr(self), columns, [*([r.kind, str(r.layer), *_html_cells(r)] for r in self.layers), total])
+
     def __str__(self) -> str:
         rows = ["| layer | kind | packed tokens | exact tokens | bytes | ratio to bf16 |", "| --- " * 6 + "|"]
         total = LayerReport(-1, "", self.packed_tokens, self.exact_tokens, self.nbytes, self.bytes_bf16)
@@ -75,9 +88,21 @@ class CacheReport:
         return "\n".join(rows)
 
 
+def _html_cells(r: LayerReport | CacheReport) -> list[str]:
+    return [f"{r.packed_tokens:,}", f"{r.exact_tokens:,}", f"{r.nbytes:,}", f"{r.ratio:.2f}"]
+
+
+def kind_of(layer: Any) -> str:
+    """What a `TurboQuantLayer` is, in words."""
+    kind = f"packed ({layer.preset})" if layer.config.key_format != "raw" else "exact pages"
+    if layer.sliding_window is not None:
+        kind += f", window {layer.sliding_window}"
+    return f"{kind} + state" if hasattr(layer, "state") else kind
+
+
 def packed_report(index: int, layer: Any) -> LayerReport:
     """A `TurboQuantLayer`, its new tokens stored. Reads the device's counters."""
-    kind = f"packed ({layer.preset})" if layer.config.key_format != "raw" else "exact pages"
+    kind = kind_of(layer)
     if not layer.is_initialized:
         return LayerReport(index, kind, 0, 0, 0, 0)
     layer.flush()

@@ -173,9 +173,12 @@ class SlidingTable(BlockTable):
         if moves:
             self._move_origin(first // ring * ring)
         if leaves or moves:
-            per_row = min(new, self.window) // self.page_size + 2
-            self.pages.compact(to_come=per_row * len(self.rows or []))
+            self.pages.compact(to_come=self.pages_to_come(new) * len(self.rows or []))
             self._refresh()
+
+    def pages_to_come(self, new: int) -> int:
+        """Pages a row that a pool keeps room for when `new` tokens come next."""
+        return min(new, self.window) // self.page_size + 2
 
     def _release(self, entry: int) -> None:
         for row in self.rows or []:
@@ -373,11 +376,10 @@ class SlidingLayer(TurboQuantLayer):
     def report(self, layer: int) -> LayerReport:
         """Tokens that are held; `bytes_bf16` is what transformers' own layer would hold in bfloat16."""
         whole = super().report(layer)
-        kind = f"{whole.kind}, window {self.table.window}"
         if not self.is_initialized:
-            return LayerReport(layer, kind, 0, 0, 0, 0)
+            return whole
         rows = self.table.batch_size or 0
         exact = rows * (self.length - self.packed_end + self.sink_key.shape[2])
         per_token = self.kv_heads * (self.key_dim + self.value_dim) * 2
         tokens = rows * min(self.get_seq_length(), self.table.window - 1)
-        return LayerReport(layer, kind, whole.packed_tokens, exact, whole.nbytes, tokens * per_token)
+        return LayerReport(layer, whole.kind, whole.packed_tokens, exact, whole.nbytes, tokens * per_token)

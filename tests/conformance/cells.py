@@ -16,7 +16,7 @@ class Refusal:
     """Something that `DynamicCache` (in static modes `StaticCache`) cannot do either.
 
     Attributes:
-        reason: for the README.
+        reason: for the table.
         match: a regular expression for the error that both raise.
         ours, theirs: whether we and transformers' cache raise it; if only one does, there is nothing to compare.
     """

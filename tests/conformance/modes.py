@@ -1,6 +1,6 @@
 """The decoding modes: each a function from a `Subject` to what it generated.
 
-A new mode is one function; its docstring's first line is its name in the README's table.
+A new mode is one function; its docstring's first line is its name in the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's conformance table: `scripts/conformance` runs the cells, writes `results.json` and, from it, the table."""
+"""The conformance table: `scripts/conformance` runs the cells, writes `results.json` and, from it, README.md beside it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.conformance.modes import title
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-README = HERE.parents[1] / "README.md"
-HEADING = "## Conformance"
+README = HERE / "README.md"
+HEADING = "# Conformance"
 INTRODUCTION = """\
 Each cell is a test (`tests/conformance`) on a small randomly initialised model of the family, in float32 on the CPU: with
 preset `raw`, pages of 32 tokens and no window, the mode gives token for token what `DynamicCache` gives (✓), and its tokens
@@ -49,7 +49,7 @@ def results(outcomes: dict[str, str], version: str) -> Results:
 
 
 def markdown(found: Results) -> str:
-    """The README's section, from its heading to before the next one."""
+    """The README."""
     cells = found["cells"]
     families = list(next(iter(cells.values())))
     reasons: list[str] = []
@@ -70,13 +70,7 @@ def markdown(found: Results) -> str:
         rows.append(f"| {name} | " + " | ".join(mark(outcomes[family]) for family in families) + " |")
     notes = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
     introduction = INTRODUCTION.format(version=found["transformers"])
-    return "\n".join([HEADING, "", introduction, "", *rows, *(["", *notes] if notes else []), "", ""])
-
-
-def section(readme: str) -> tuple[int, int]:
-    """Where that section starts and ends in the README."""
-    start = readme.index(HEADING + "\n")
-    return start, readme.index("\n## ", start) + 1
+    return "\n".join([HEADING, "", introduction, "", *rows, *(["", *notes] if notes else []), ""])
 
 
 def read() -> Results:
@@ -84,8 +78,6 @@ def read() -> Results:
 
 
 def write(found: Results) -> None:
-    """Write `results.json` and the README's section."""
+    """Write `results.json` and the README."""
     RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    readme = README.read_text(encoding="utf-8")
-    start, end = section(readme)
-    README.write_text(readme[:start] + markdown(found) + readme[end:], encoding="utf-8")
+    README.write_text(markdown(found), encoding="utf-8")
