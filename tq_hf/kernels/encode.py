@@ -26,7 +26,7 @@ from .. import layout
 from ..codebooks import boundaries, levels
 from ..rotation import hadamard_signs
 from .dequant import split_last4
-from .lanes import lane_word_offset, own_metadata_offset
+from .lanes import lane_word_offset, metadata_offset
 from .pieces import as_pieces, block_count, block_offsets, load_width, split_pieces
 from .tiles import lane_words, load_lane_words
 from .warp import (
@@ -122,21 +122,47 @@ def sum_of_four(x):
     return tl.sum(x.reshape(8, 4), 1)[:, None].broadcast_to(8, 4).reshape(32)
 
 
+# Pieces are blocks [32, 8], or if LARGE, several a block [32, pieces, 8] (`pieces.py`): ptxas keeps more of these on the
+# stack, which up to 128 dimensions costs more time than Triton saves.
+
+
+@triton.constexpr_function
+def piece_blocks(pieces, large):
+    """How many blocks so many pieces make."""
+    return block_count(pieces) if large else pieces
+
+
 @triton.jit
-def piece_dims(b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr):
+def piece_dims(b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, LARGE: tl.constexpr):
     """The dimensions of a lane's block b of pieces."""
-    return block_offsets(tl.arange(0, 32) % 4 * 8, 32, b, PIECES, WIDTH)
+    if LARGE:
+        return block_offsets(tl.arange(0, 32) % 4 * 8, 32, b, PIECES, WIDTH)
+    else:
+        return (32 * b + tl.arange(0, 32) % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
-def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
+def of_lane(x, block):
+    """x, [32], to go with a block of pieces."""
+    return x[:, None, None] if len(block.shape) == 3 else x[:, None]
+
+
+@triton.jit
+def over_pieces(block):
+    """The sum [32, 8] of a block's pieces."""
+    return tl.sum(block, 1) if len(block.shape) == 3 else block
+
+
+@triton.jit
+def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr,
+                LARGE: tl.constexpr):  # fmt: skip
     """The pieces of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
     WIDTH: tl.constexpr = load_width(p_first.dtype.element_ty)
     blocks = []
-    for b in tl.static_range(block_count(PIECES)):
-        d = piece_dims(b, PIECES, WIDTH)
-        p = tl.where(first[:, None, None], p_first[:, None, None] + d, p_second[:, None, None] + d)
-        mask = real[:, None, None] if DIM % 32 == 0 else real[:, None, None] & (d < DIM)
+    for b in tl.static_range(piece_blocks(PIECES, LARGE)):
+        d = piece_dims(b, PIECES, WIDTH, LARGE)
+        p = tl.where(of_lane(first, d), of_lane(p_first, d) + d, of_lane(p_second, d) + d)
+        mask = of_lane(real, d) if DIM % 32 == 0 else of_lane(real, d) & (d < DIM)
         blocks = blocks + [as_pieces(tl.load(p, mask=mask, other=0.0, eviction_policy=eviction))]
     return blocks
 
@@ -174,7 +200,7 @@ def not_finite(total):
     """Whether any number of blocks of pieces is not finite."""
     zeros = tl.zeros([32, 8], tl.float32)
     for b in tl.static_range(len(total)):
-        zeros += tl.sum(total[b] * 0.0, 1)  # infinities and NaN times zero are NaN
+        zeros += over_pieces(total[b] * 0.0)  # infinities and NaN times zero are NaN
     return tl.max(tl.max((zeros != 0.0).to(tl.int32), 1), 0) != 0
 
 
@@ -183,16 +209,20 @@ def over_tokens(blocks):
     """The sums of blocks of pieces over the lanes that share t, in each of them."""
     sums = []
     for b in tl.static_range(len(blocks)):
-        x = tl.sum(blocks[b].reshape(8, 4, blocks[b].shape[1], 8), 0)[None, :, :, :]
-        sums = sums + [x.broadcast_to(8, 4, x.shape[2], 8).reshape(32, x.shape[2], 8)]
+        x = tl.sum(blocks[b].reshape(8, 4, blocks[b].numel // 32), 0)[None, :, :]
+        sums = sums + [x.broadcast_to(8, 4, x.shape[2]).reshape(blocks[b].shape)]
     return sums
 
 
 @triton.jit
 def piece_words(x):
-    """A block of pieces as words of the left operand: for each piece [32, 4], i the columns."""
-    low, high = tl.split(x.reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
-    return split_pieces(pack_halves(low, high))
+    """A block of pieces as words of the left operand: for each piece four [32], or one [32, 4], i the columns."""
+    if len(x.shape) == 3:
+        low, high = tl.split(x.reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
+        return split_pieces(pack_halves(low, high))
+    else:
+        low, high = tl.split(x.reshape(32, 2, 4).permute(0, 2, 1))
+        return split_last4(pack_halves(low, high))
 
 
 @triton.jit
@@ -206,7 +236,7 @@ def operand_words(vectors, real, mean, factors):
         real: four [32], the tokens that were loaded.
 
     Returns:
-        words: for each token r, piece and i; of vectors scaled so that coordinates are `UNIT` on average.
+        words: for each token r, piece and i (`piece_words`); of vectors scaled so that coordinates are `UNIT` on average.
         norms: four [32].
         Whether any of the norms is not finite.
     """
@@ -223,29 +253,32 @@ def operand_words(vectors, real, mean, factors):
                 x -= mean[b]
             if factors is not None:
                 x *= factors[b]
-            squares += tl.sum(x * x, 1)
+            squares += over_pieces(x * x)
             blocks = blocks + [x]
         norm = tl.sqrt(sum_of_four(tl.sum(squares, 1)))
         inverse = UNIT / tl.maximum(norm, 1e-30)
         for b in tl.static_range(BLOCKS):
-            words = words + piece_words(blocks[b] * inverse[:, None, None])
+            words = words + piece_words(blocks[b] * of_lane(inverse, blocks[b]))
         overflow |= (~(norm <= LARGEST)).to(tl.int32)
         norms = norms + [tl.where(real[r], norm, 0.0)]
     return words, norms, tl.max(overflow, 0) != 0
 
 
 @triton.jit
-def rotate_tops(first, second, fragments):
-    """A chunk of the product with the top of two tokens, for all i: [32, 4] each, b = 0, 1 of the first, then of the
-    second."""
-    zero = tl.zeros([32, 4], tl.int32)
-    nothing = tl.zeros([32, 4], tl.float32)
+def rotate_tops(first, second, fragments, i: tl.constexpr, STEP: tl.constexpr):
+    """A chunk of the product with the top for dimensions i of two tokens: b = 0, 1 of the first, then of the second.
+
+    Args:
+        STEP: how many words a piece has, of which number i is taken.
+    """
+    PIECES: tl.constexpr = len(first) // STEP
+    zero = tl.zeros(first[0].shape, tl.int32)
+    nothing = tl.zeros(first[0].shape, tl.float32)
     total = [nothing, nothing, nothing, nothing]
     for s in tl.static_range(len(fragments) // 2):
-        if 2 * s + 1 < len(first):
-            a = [first[2 * s], second[2 * s], first[2 * s + 1], second[2 * s + 1]]
-        else:
-            a = [first[2 * s], second[2 * s], zero, zero]
+        a = [first[2 * s * STEP + i], second[2 * s * STEP + i], zero, zero]
+        if 2 * s + 1 < PIECES:
+            a = a[:2] + [first[(2 * s + 1) * STEP + i], second[(2 * s + 1) * STEP + i]]
         total = multiply_fp16(a, fragments[2 * s : 2 * s + 2], total)
     return total
 
@@ -262,13 +295,25 @@ def chunk_words(y, KEYS: tl.constexpr):
 @triton.jit
 def rotate_chunk(first, second, fragments, KEYS: tl.constexpr):
     """A chunk of two rotated tokens from their words: four words each (`chunk_words`)."""
-    z = rotate_tops(first, second, fragments)
     y = []
-    for j in tl.static_range(4):
-        even, odd = tl.split(z[j].reshape(32, 2, 2))  # i = 0, 2 and i = 1, 3
-        sum01, sum23 = tl.split(even + odd)
-        difference01, difference23 = tl.split(even - odd)
-        y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
+    if len(first[0].shape) == 2:  # words of all i
+        z = rotate_tops(first, second, fragments, 0, 1)
+        for j in tl.static_range(4):
+            even, odd = tl.split(z[j].reshape(32, 2, 2))  # i = 0, 2 and i = 1, 3
+            sum01, sum23 = tl.split(even + odd)
+            difference01, difference23 = tl.split(even - odd)
+            y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
+    else:
+        z0 = rotate_tops(first, second, fragments, 0, 4)
+        z1 = rotate_tops(first, second, fragments, 1, 4)
+        z2 = rotate_tops(first, second, fragments, 2, 4)
+        z3 = rotate_tops(first, second, fragments, 3, 4)
+        for j in tl.static_range(4):
+            sum01 = z0[j] + z1[j]
+            sum23 = z2[j] + z3[j]
+            difference01 = z0[j] - z1[j]
+            difference23 = z2[j] - z3[j]
+            y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
     return chunk_words(y[:8], KEYS), chunk_words(y[8:], KEYS)
 
 
@@ -415,21 +460,30 @@ def quantize_chunk(words, cells, sums, BITS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def token_scale(sums, norm, is_odd, PADDED: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):
-    """The scale (`layout.PageLayout.scale`) of token g, in the lane 4g + t that has the token's product with itself: lanes
-    have those with tokens 2t and 2t + 1."""
+def store_scale(sums, norm, p_scale, PADDED: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):
+    """Stores the scales (`layout.PageLayout.scale`) of tokens g; returns which saturate.
+
+    Lane 4g + t has the products of token g with tokens 2t and 2t + 1: one lane has that with itself.
+    """
+    lane = tl.arange(0, 32)
+    g = lane // 4
+    own = lane % 4 == g // 2
+    is_odd = g % 2 == 1
     projection = tl.where(is_odd, sums[1], sums[0])
     squares = tl.where(is_odd, sums[3], sums[2])
     scale = norm / tl.sqrt(squares)
     if FITTED:
         unbiased = norm * (UNIT * PADDED**0.5) / tl.maximum(projection, 1e-30)
         scale = tl.sqrt(scale * unbiased) if KEYS else unbiased
-    return scale
+    saturated = own & ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
+    tl.store(p_scale, tl.where(saturated, FP16_MAX, scale).to(tl.float16), mask=own)
+    return saturated.to(tl.int32)
 
 
 @triton.jit
 def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.constexpr, BITS: tl.constexpr,
-           FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+           FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr,
+           LARGE: tl.constexpr):  # fmt: skip
     """Rotates, quantizes and stores a group of vectors, as `operand_words` gives them.
 
     Returns:
@@ -437,7 +491,7 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     """
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
-    OWN: tl.constexpr = CHUNKS
+    OWN: tl.constexpr = CHUNKS if LARGE else 4 * CHUNKS
     CELLS: tl.constexpr = 9 if BITS == 4 else 2 ** (BITS - 1) + 1  # `magnitude_cells`
     cells = []
     for i in tl.static_range(CELLS):
@@ -445,10 +499,9 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
-        fragments = []
-        each = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS, False), WORDS, False)
-        for w in tl.static_range(WORDS):
-            fragments = fragments + [each[w][:, None].broadcast_to(32, 4)]
+        fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS, False), WORDS, False)
+        if LARGE:
+            fragments = [x[:, None].broadcast_to(32, 4) for x in fragments]
         x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
         x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
         codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS, KEYS)
@@ -460,14 +513,8 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
         if not KEYS:
             runs = value_runs(runs)
         store_chunk_words(p_codes, c, run_words(runs, BITS, KEYS), CHUNKS)
-    lane = tl.arange(0, 32)
-    g = lane // 4
-    scales = []
+    saturated = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
-        scales = scales + [token_scale(sums[4 * r : 4 * r + 4], norms[r], g % 2 == 1, PADDED, KEYS, FITTED)]
-    scale = join4(scales[0], scales[1], scales[2], scales[3])
-    own = (lane % 4 == g // 2)[:, None]
-    saturated = own & ~(scale <= FP16_MAX)  # NaN as well: of a norm that overflows
-    p_scale = p_metadata + (own_metadata_offset(g, FIELD, FIELDS)[:, None] + tl.arange(0, 4)[None, :])
-    tl.store(p_scale, tl.where(saturated, FP16_MAX, scale).to(tl.float16), mask=own)
-    return tl.max(tl.max(saturated.to(tl.int32), 1), 0)
+        p_scale = p_metadata + metadata_offset(8 * r + tl.arange(0, 32) // 4, FIELD, FIELDS)
+        saturated |= store_scale(sums[4 * r : 4 * r + 4], norms[r], p_scale, PADDED, KEYS, FITTED)
+    return tl.max(saturated, 0)

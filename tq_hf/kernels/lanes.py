@@ -65,16 +65,11 @@ def lane_word_offset(lane, word, WORDS: tl.constexpr):
 @triton.jit
 def metadata_offset(token, FIELD: tl.constexpr, FIELDS: tl.constexpr):
     """`PageLayout.metadata_offset` for a block of tokens 0..31: halves from the start of the group's metadata."""
-    return own_metadata_offset(token % 8, FIELD, FIELDS) + token // 8
-
-
-@triton.jit
-def own_metadata_offset(g, FIELD: tl.constexpr, FIELDS: tl.constexpr):
-    """Where the four numbers of tokens 8r + g (r in 0..3) start, which stand side by side: `metadata_offset`."""
     if FIELDS == 1 or FIELD == 2:
-        return 64 * (FIELD // 2) + 4 * g
+        offset = 64 * (FIELD // 2) + 4 * (token % 8) + token // 8
     else:
-        return 8 * g + 4 * FIELD
+        offset = 8 * (token % 8) + 4 * FIELD + token // 8
+    return offset
 
 
 @triton.jit

@@ -56,8 +56,8 @@ def load_width(dtype):
 
 @triton.jit
 def as_pieces(x):
-    """What stands at `block_offsets`, [32, pieces, 8]."""
-    return x.reshape(32, x.shape[1] * x.shape[2] // 8, 8)
+    """What stands at `block_offsets`, [32, pieces, 8]; a single piece as it is."""
+    return x.reshape(32, x.shape[1] * x.shape[2] // 8, 8) if len(x.shape) == 3 else x
 
 
 @triton.jit

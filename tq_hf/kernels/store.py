@@ -24,8 +24,10 @@ from .encode import (
     load_pieces,
     magnitude_cells,
     not_finite,
+    of_lane,
     operand_words,
     over_tokens,
+    piece_blocks,
     piece_dims,
     rotation_fragments,
     token_bits,
@@ -40,7 +42,7 @@ from .lanes import (
     sign_shift,
 )
 from .launch import launch
-from .pieces import as_pieces, block_count, block_size
+from .pieces import as_pieces
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
@@ -58,7 +60,8 @@ def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.const
 
 
 @triton.jit
-def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr,
+               LARGE: tl.constexpr):  # fmt: skip
     """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
     there is one, and that have a bit set; zeros for others. And which these are.
 
@@ -71,7 +74,7 @@ def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: 
         real = (start + token >= first) & ((bits >> token) & 1 != 0)
         if p_keep is not None:
             real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
-        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES, LARGE)
         loaded = loaded + [real]
     return vectors, loaded
 
@@ -225,8 +228,8 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
     all. Unless `only_finite`, a key that is not spoils the sum."""
     PIECES: tl.constexpr = L.key_padded // 32
     total = []
-    for b in tl.static_range(block_count(PIECES)):
-        total = total + [tl.zeros([32, block_size(b, PIECES), 8], tl.float32)]
+    for b in tl.static_range(piece_blocks(PIECES, L.large)):
+        total = total + [tl.zeros(piece_dims(b, PIECES, 8, L.large).shape, tl.float32)]
     count = tl.zeros([32], tl.int32)
     token = tl.arange(0, 32)
     for i in range(L.groups):
@@ -235,7 +238,7 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
         if only_finite:
             rows = token_rows(tile, token, *source, L.key_dim)
             bits = token_bits(survey(rows, tile + token >= first, L.key_dim, L.key_padded)[2])
-        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES)
+        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES, L.large)
         total = add_tokens(total, keys, 1.0 / (32 * L.groups))  # divided first: no sum of finite keys overflows
         for r in tl.static_range(4):
             count += counted[r].to(tl.int32)
@@ -259,8 +262,8 @@ def page_mean(start, first, source, p_keep, L: tl.constexpr):
 def store_mean(p_page, mean, L: tl.constexpr):
     PIECES: tl.constexpr = L.key_padded // 32
     for b in tl.static_range(len(mean)):
-        d = piece_dims(b, PIECES, 8)
-        mask = (tl.arange(0, 32) < 4)[:, None, None] & (d < 2 * L.header_words)
+        d = piece_dims(b, PIECES, 8, L.large)
+        mask = of_lane(tl.arange(0, 32) < 4, d) & (d < 2 * L.header_words)
         tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[b].to(tl.float16), mask=mask)
 
 
@@ -269,8 +272,8 @@ def page_factors(p_factors, L: tl.constexpr):
     """A head's channel factors, in pieces."""
     PIECES: tl.constexpr = L.key_padded // 32
     factors = []
-    for b in tl.static_range(block_count(PIECES)):
-        factors = factors + [as_pieces(load_factors(p_factors, piece_dims(b, PIECES, 4), L.key_dim))]
+    for b in tl.static_range(piece_blocks(PIECES, L.large)):
+        factors = factors + [as_pieces(load_factors(p_factors, piece_dims(b, PIECES, 4, L.large), L.key_dim))]
     return factors
 
 
@@ -289,13 +292,13 @@ def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata,
     PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
     BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
     FIELD: tl.constexpr = 0 if KEYS or L.key_format != "lloyd_max" else 1
-    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32)
+    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32, L.large)
     words, norms, overflow = operand_words(vectors, real, mean, factors)
     lost = 0
     if overflow:  # as vectors are not finite, or only as they are large
         norms, lost = finite_norms(norms, rows, start + tl.arange(0, 32) >= first, DIM, PADDED)
     saturated = encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED, BITS, FIELD, L.fields, KEYS,
-                       FITTED)  # fmt: skip
+                       FITTED, L.large)  # fmt: skip
     return lost, saturated
 
 
