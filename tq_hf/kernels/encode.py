@@ -27,7 +27,7 @@ from ..codebooks import boundaries, levels
 from ..rotation import hadamard_signs
 from .dequant import split_last4
 from .lanes import lane_word_offset, metadata_offset
-from .pieces import as_pieces, block_count, block_offsets, load_width, split_pieces
+from .pieces import as_pieces, block_count, block_offsets, load_width, of_lane, split_pieces
 from .tiles import lane_words, load_lane_words
 from .warp import (
     multiply_add_halves,
@@ -142,9 +142,9 @@ def piece_dims(b: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, LARGE
 
 
 @triton.jit
-def of_lane(x, block):
-    """x, [32], to go with a block of pieces."""
-    return x[:, None, None] if len(block.shape) == 3 else x[:, None]
+def to_dims(x, dims):
+    """x, [32], to go with `piece_dims`."""
+    return of_lane(x) if len(dims.shape) == 3 else x[:, None]
 
 
 @triton.jit
@@ -161,8 +161,8 @@ def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.
     blocks = []
     for b in tl.static_range(piece_blocks(PIECES, LARGE)):
         d = piece_dims(b, PIECES, WIDTH, LARGE)
-        p = tl.where(of_lane(first, d), of_lane(p_first, d) + d, of_lane(p_second, d) + d)
-        mask = of_lane(real, d) if DIM % 32 == 0 else of_lane(real, d) & (d < DIM)
+        p = tl.where(to_dims(first, d), to_dims(p_first, d) + d, to_dims(p_second, d) + d)
+        mask = to_dims(real, d) if DIM % 32 == 0 else to_dims(real, d) & (d < DIM)
         blocks = blocks + [as_pieces(tl.load(p, mask=mask, other=0.0, eviction_policy=eviction))]
     return blocks
 
@@ -215,13 +215,14 @@ def over_tokens(blocks):
 
 
 @triton.jit
-def piece_words(x):
-    """A block of pieces as words of the left operand: for each piece four [32], or one [32, 4], i the columns."""
+def piece_words(x, factor):
+    """A block of pieces times a lane's factor as words of the left operand: for each piece four [32], or one [32, 4], i the
+    columns."""
     if len(x.shape) == 3:
-        low, high = tl.split(x.reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
+        low, high = tl.split((x * factor[:, None, None]).reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
         return split_pieces(pack_halves(low, high))
     else:
-        low, high = tl.split(x.reshape(32, 2, 4).permute(0, 2, 1))
+        low, high = tl.split((x * factor[:, None]).reshape(32, 2, 4).permute(0, 2, 1))
         return split_last4(pack_halves(low, high))
 
 
@@ -258,7 +259,7 @@ def operand_words(vectors, real, mean, factors):
         norm = tl.sqrt(sum_of_four(tl.sum(squares, 1)))
         inverse = UNIT / tl.maximum(norm, 1e-30)
         for b in tl.static_range(BLOCKS):
-            words = words + piece_words(blocks[b] * of_lane(inverse, blocks[b]))
+            words = words + piece_words(blocks[b], inverse)
         overflow |= (~(norm <= LARGEST)).to(tl.int32)
         norms = norms + [tl.where(real[r], norm, 0.0)]
     return words, norms, tl.max(overflow, 0) != 0

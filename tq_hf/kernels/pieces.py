@@ -5,6 +5,10 @@ many small ones: for every load and store it looks through whatever comes before
 all that can be done to whole blocks is done to whole blocks, which become lists of registers no earlier than they must.
 Dimensions of blocks are powers of two: a vector has a block of 8 pieces, one of 4, of 2 and of 1, or some of these (words
 of codes may be 16 times four).
+
+Memory is accessed by blocks in which each lane gets rows of its own. Of the last dimension, Triton gives a lane what it can
+load at once; then it deals out to lanes the first dimension, up to Triton 3.6, or the last but one, since. There the lanes
+are, [32 lanes, pieces, 8] or [pieces, 32 lanes, 8]: else numbers would change lanes.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import triton
 import triton.language as tl
 
 from .warp import round_to_pair
+
+LANES_SECOND = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 
 
 @triton.constexpr_function
@@ -39,12 +45,30 @@ def block_offsets(offset, STEP: tl.constexpr, b: tl.constexpr, PIECES: tl.conste
     """Where the numbers of block b are, SIZE a piece: piece m of a lane at STEP * m from its offset, [32].
 
     Returns:
-        int32 [32, pieces * SIZE / WIDTH, WIDTH]; WIDTH numbers are what a lane loads at once.
+        int32 [32, pieces * SIZE / WIDTH, WIDTH] as `lanes_first` takes it; WIDTH numbers are what a lane loads at once.
     """
     PARTS: tl.constexpr = SIZE // WIDTH
     n = tl.arange(0, block_size(b, PIECES) * PARTS)
     at = STEP * (block_start(b, PIECES) + n // PARTS) + n % PARTS * WIDTH
-    return (offset[:, None, None] + at[None, :, None]) + tl.arange(0, WIDTH)[None, None, :]
+    return (of_lane(offset) + of_piece(at)) + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.jit
+def of_lane(x):
+    """[32], to go with `block_offsets`."""
+    return x[None, :, None] if LANES_SECOND else x[:, None, None]
+
+
+@triton.jit
+def of_piece(x):
+    """The other dimension of `block_offsets`."""
+    return x[:, None, None] if LANES_SECOND else x[None, :, None]
+
+
+@triton.jit
+def lanes_first(x):
+    """A block as it is accessed, to [32, N, WIDTH], and back."""
+    return x.permute(1, 0, 2) if LANES_SECOND else x
 
 
 @triton.constexpr_function
@@ -57,7 +81,7 @@ def load_width(dtype):
 @triton.jit
 def as_pieces(x):
     """What stands at `block_offsets`, [32, pieces, 8]; a single piece as it is."""
-    return x.reshape(32, x.shape[1] * x.shape[2] // 8, 8) if len(x.shape) == 3 else x
+    return lanes_first(x).reshape(32, x.numel // 256, 8) if len(x.shape) == 3 else x
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lanes import load_factors
-from .pieces import as_pieces, pair_words
+from .pieces import as_pieces, lanes_first, of_lane, of_piece, pair_words
 from .query import LOG2_E, column_rows, encode, power_of_two_above
 from .rows import load_blocks, load_pair_words, run_dims, sum_of_squares, word_products
 from .workspace import section
@@ -97,9 +97,9 @@ def score_means(p_rows, p_pool, p_page_ids, p_means, column, columns, heads, i_h
     nothing = tl.zeros([32, ENTRIES // 8], tl.float32)
     y = word_products(pair_words(scaled, tl.float16), means, [nothing] * 4, tl.float16)
     scores = tl.join(y[0], y[1]) * factor[:, None, None]  # of entries 2t and 2t + 1 of a block
-    entry = first + (8 * block[:, :, None] + (2 * t)[:, None, None]) + tl.arange(0, 2)[None, None, :]
-    mask = (entry < entries) & (column < columns)[:, None, None]
-    tl.store(p_means + (entry * columns + column[:, None, None]), scores, mask=mask)
+    entry = first + (of_piece(8 * tl.arange(0, ENTRIES // 8)) + of_lane(2 * t)) + tl.arange(0, 2)[None, None, :]
+    mask = (entry < entries) & of_lane(column < columns)
+    tl.store(p_means + (entry * columns + of_lane(column)), lanes_first(scores), mask=mask)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, fp8_pairs, split_last4
-from .pieces import block_count, block_offsets
+from .pieces import block_count, block_offsets, lanes_first
 from .tiles import chunk_int8, lane_words, part
 from .warp import (
     lane_of,
@@ -75,7 +75,8 @@ def load_operand(p_query, columns, L: tl.constexpr, COLUMNS: tl.constexpr):
         if L.large:
             blocks = []
             for b in tl.static_range(block_count(L.key_padded // 32)):
-                blocks = blocks + [tl.load(p_query + block_offsets(p, 4, b, L.key_padded // 32, 4, 4))]
+                at = block_offsets(p, 4, b, L.key_padded // 32, 4, 4)
+                blocks = blocks + [lanes_first(tl.load(p_query + at))]
             loaded = loaded + lane_words(blocks, L.key_padded // 8, True)
         else:
             p = p_query + (p[:, None] + tl.arange(0, 4)[None, :])

@@ -13,7 +13,18 @@ import triton
 import triton.language as tl
 
 from .dequant import join_all
-from .pieces import as_pieces, block_count, block_offsets, block_size, load_width, split_pieces
+from .pieces import (
+    LANES_SECOND,
+    as_pieces,
+    block_count,
+    block_offsets,
+    block_size,
+    lanes_first,
+    load_width,
+    of_lane,
+    of_piece,
+    split_pieces,
+)
 from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, rotate_block, rotate_lanes, round_to_pair
 
 
@@ -88,10 +99,10 @@ def sums_of_lane(values, g, ROTATE: tl.constexpr, LARGE: tl.constexpr):
 def store_sums(p_rows, sums, mask, LARGE: tl.constexpr):
     """Store what `sums_of_lane` returns from a lane's pointer on, fp32."""
     if LARGE:
-        p = p_rows[:, None, None]
+        p = of_lane(p_rows)
         for b in tl.static_range(len(sums)):
-            n = 4 * tl.arange(0, sums[b].shape[1] // 4)[None, :, None] + tl.arange(0, 4)[None, None, :]
-            tl.store(p + n, sums[b].reshape(32, sums[b].shape[1] // 4, 4), mask=mask[:, None, None])
+            n = 4 * of_piece(tl.arange(0, sums[b].shape[1] // 4)) + tl.arange(0, 4)[None, None, :]
+            tl.store(p + n, lanes_first(sums[b].reshape(32, sums[b].shape[1] // 4, 4)), mask=of_lane(mask))
             p += sums[b].shape[1]
     else:
         store_run(p_rows, sums, mask, tl.float32)
@@ -140,9 +151,9 @@ def load_blocks(p_rows, DIM: tl.constexpr, PADDED: tl.constexpr):
     for b in tl.static_range(block_count(PADDED // 32)):
         d = run_dims(b, PADDED, WIDTH)
         if DIM < PADDED:
-            x = tl.load(p_rows[:, None, None] + d, mask=d < DIM, other=0.0)
+            x = tl.load(of_lane(p_rows) + d, mask=d < DIM, other=0.0)
         else:
-            x = tl.load(p_rows[:, None, None] + d)
+            x = tl.load(of_lane(p_rows) + d)
         blocks = blocks + [as_pieces(x).to(tl.float32)]
     return blocks
 
@@ -157,14 +168,15 @@ def load_pair_words(p_rows, live, DIM: tl.constexpr, PADDED: tl.constexpr):
     """
     ROWS: tl.constexpr = p_rows.shape[1]
     p_words = p_rows.to(tl.pointer_type(tl.int32))
+    p_words = tl.trans(p_words)[:, None, :, None] if LANES_SECOND else p_words[:, :, None, None]
+    live = tl.trans(live)[:, None, :, None] if LANES_SECOND else live[:, :, None, None]
     words = []
     for b in tl.static_range(block_count(PADDED // 32)):
-        word = block_offsets(tl.arange(0, 32) % 4 * (PADDED // 8), 4, b, PADDED // 32, 4, 4)[:, None, :, :]
-        mask = live[:, :, None, None]
-        if DIM < PADDED:
-            mask = mask & (word < DIM // 2)
-        x = tl.load(p_words[:, :, None, None] + word, mask=mask, other=0)
-        words = words + split_pieces(x.reshape(32, ROWS, 4 * block_size(b, PADDED // 32)).permute(0, 2, 1))
+        word = block_offsets(tl.arange(0, 32) % 4 * (PADDED // 8), 4, b, PADDED // 32, 4, 4)
+        word = word[None, :, :, :] if LANES_SECOND else word[:, None, :, :]
+        x = tl.load(p_words + word, mask=live & (word < DIM // 2) if DIM < PADDED else live, other=0)
+        x = x.permute(2, 1, 3, 0) if LANES_SECOND else x.permute(0, 2, 3, 1)  # [32, pieces, 4, ROWS]
+        words = words + split_pieces(x.reshape(32, 4 * block_size(b, PADDED // 32), ROWS))
     return words
 
 

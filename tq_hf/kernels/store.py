@@ -24,12 +24,12 @@ from .encode import (
     load_pieces,
     magnitude_cells,
     not_finite,
-    of_lane,
     operand_words,
     over_tokens,
     piece_blocks,
     piece_dims,
     rotation_fragments,
+    to_dims,
     token_bits,
 )
 from .lanes import (
@@ -42,7 +42,7 @@ from .lanes import (
     sign_shift,
 )
 from .launch import launch
-from .pieces import as_pieces
+from .pieces import as_pieces, lanes_first
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
@@ -229,7 +229,7 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
     PIECES: tl.constexpr = L.key_padded // 32
     total = []
     for b in tl.static_range(piece_blocks(PIECES, L.large)):
-        total = total + [tl.zeros(piece_dims(b, PIECES, 8, L.large).shape, tl.float32)]
+        total = total + [tl.zeros(as_pieces(piece_dims(b, PIECES, 8, L.large)).shape, tl.float32)]
     count = tl.zeros([32], tl.int32)
     token = tl.arange(0, 32)
     for i in range(L.groups):
@@ -263,8 +263,9 @@ def store_mean(p_page, mean, L: tl.constexpr):
     PIECES: tl.constexpr = L.key_padded // 32
     for b in tl.static_range(len(mean)):
         d = piece_dims(b, PIECES, 8, L.large)
-        mask = of_lane(tl.arange(0, 32) < 4, d) & (d < 2 * L.header_words)
-        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[b].to(tl.float16), mask=mask)
+        mask = to_dims(tl.arange(0, 32) < 4, d) & (d < 2 * L.header_words)
+        x = lanes_first(mean[b]) if L.large else mean[b]
+        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, x.to(tl.float16), mask=mask)
 
 
 @triton.jit

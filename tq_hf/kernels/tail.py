@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .exact import token_blocks, token_positions, token_rows
 from .packed import NOTHING
-from .pieces import block_count, block_offsets, pair_words
+from .pieces import block_count, block_offsets, lanes_first, of_lane, pair_words
 from .query import LOG2_E, column_rows
 from .rows import (
     add_lanes_of_four,
@@ -82,10 +82,10 @@ def load_values(p_values, live, g, L: tl.constexpr):
         blocks = []
         for b in tl.static_range(block_count(VALUES // 8 if VALUES % 8 == 0 else VALUES // 4)):
             word = value_offsets(g * (VALUES // 2), b, L.value_padded, 1)
-            mask = live[:, None, None]
+            mask = of_lane(live)
             if L.value_dim < L.value_padded:
                 mask = mask & (word < L.value_dim // 2)
-            x = tl.load(p_words[:, None, None] + word, mask=mask, other=0)
+            x = lanes_first(tl.load(of_lane(p_words) + word, mask=mask, other=0))
             blocks = blocks + [x.reshape(32, x.shape[1] * x.shape[2])]
         return blocks
     else:
@@ -137,7 +137,8 @@ def store_weighted(p_sums, sums, inside, L: tl.constexpr):
     if L.large:
         for i in tl.static_range(len(sums)):
             n = value_offsets(tl.zeros([32], tl.int32), i // 2, L.value_padded, 2) + i % 2 * (L.value_padded // 8)
-            tl.store(p_sums[:, None, None] + n, sums[i].reshape(n.shape), mask=inside[:, None, None])
+            x = lanes_first(sums[i].reshape(lanes_first(n).shape))
+            tl.store(of_lane(p_sums) + n, x, mask=of_lane(inside))
     else:
         store_run(p_sums, sums, inside, tl.float32)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, split_last4
-from .pieces import block_count, block_offsets, split_pieces
+from .pieces import block_count, block_offsets, lanes_first, split_pieces
 from .warp import lane_of_four, permute_bytes, split_halves
 
 
@@ -22,7 +22,8 @@ def load_lane_words(p_codes, COUNT: tl.constexpr, LARGE: tl.constexpr):
     blocks = []
     if LARGE:
         for b in tl.static_range(block_count(COUNT // 4)):
-            blocks = blocks + [tl.load(p_codes + block_offsets(4 * lane, 128, b, COUNT // 4, 4, 4))]
+            at = block_offsets(4 * lane, 128, b, COUNT // 4, 4, 4)
+            blocks = blocks + [lanes_first(tl.load(p_codes + at))]
     else:
         p = p_codes + (4 * lane[:, None] + tl.arange(0, 4)[None, :])
         for quad in tl.static_range(COUNT // 4):
