@@ -83,9 +83,10 @@ def score_means(p_rows, p_pool, p_page_ids, p_means, column, columns, heads, i_h
     """
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
-    block = tl.arange(0, ENTRIES // 8)[None, :]  # of 8 entries
-    entry = first + 8 * block + g[:, None]
+    block = of_piece(8 * tl.arange(0, ENTRIES // 8))  # of 8 entries
+    entry = first + (block + of_lane(g))
     page = tl.load(p_page_ids + entry, mask=entry < tl.minimum(entries, capacity), other=-1)
+    page = lanes_first(page).reshape(32, ENTRIES // 8)
     query = load_blocks(p_rows, DIM, PADDED)
     p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
     means = load_pair_words(p_mean, page >= 0, DIM, PADDED)
@@ -97,7 +98,7 @@ def score_means(p_rows, p_pool, p_page_ids, p_means, column, columns, heads, i_h
     nothing = tl.zeros([32, ENTRIES // 8], tl.float32)
     y = word_products(pair_words(scaled, tl.float16), means, [nothing] * 4, tl.float16)
     scores = tl.join(y[0], y[1]) * factor[:, None, None]  # of entries 2t and 2t + 1 of a block
-    entry = first + (of_piece(8 * tl.arange(0, ENTRIES // 8)) + of_lane(2 * t)) + tl.arange(0, 2)[None, None, :]
+    entry = first + (block + of_lane(2 * t)) + tl.arange(0, 2)[None, None, :]
     mask = (entry < entries) & of_lane(column < columns)
     tl.store(p_means + (entry * columns + of_lane(column)), lanes_first(scores), mask=mask)
 
