@@ -18,18 +18,11 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..layout import PageLayout
 from .dequant import PageSpec, page_spec
 from .encode import (
-    add_tokens,
     encode,
     lane_tokens,
-    load_pieces,
     magnitude_cells,
-    not_finite,
     operand_words,
-    over_tokens,
-    piece_blocks,
-    piece_dims,
     rotation_fragments,
-    to_dims,
     token_bits,
 )
 from .lanes import (
@@ -43,6 +36,15 @@ from .lanes import (
 )
 from .launch import launch
 from .pieces import as_pieces, lanes_first
+from .token_pieces import (
+    add_tokens,
+    load_pieces,
+    not_finite,
+    over_tokens,
+    piece_blocks,
+    piece_dims,
+    to_dims,
+)
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
