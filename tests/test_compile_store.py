@@ -63,7 +63,7 @@ def launches(
     return found
 
 
-# Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 480 to 720 in the last.
+# Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 408 to 624 in the last.
 @pytest.mark.parametrize(
     ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
     [
@@ -71,7 +71,7 @@ def launches(
         (90, "tq3", (96, 96), torch.float32, 144, 160),
         (80, "tq2", (128, 128), torch.bfloat16, 144, 320),
         (90, "4bit_nc", (128, 128), torch.bfloat16, 144, 64),
-        (90, "tq4", (256, 256), torch.float16, 255, 384),
+        (90, "tq4", (256, 256), torch.float16, 255, 416),
         (90, "tq4", (192, 128), torch.bfloat16, 255, 64),
         (90, "tq3", (64, 128), torch.bfloat16, 144, 128),
         (90, "tq2", (256, 64), torch.float16, 255, 736),
@@ -85,14 +85,14 @@ def test_packing_stays_in_registers(
     kernel = compile_launch(launches(monkeypatch, architecture, preset, dims, dtype, 3)["pack_pages"], architecture)
     registers, stack = resources(kernel, tmp_path)
     assert registers <= most_registers and stack <= most_stack
-    assert lanes_hold_elements(kernel.asm["ttgir"]) >= 10
+    assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
     if preset != "4bit_nc":  # its values are not rotated: they are packed in blocks
         assert kernel.metadata.shared == 0
 
 
 @pytest.mark.parametrize(
     ("preset", "dim", "dtype", "most"),
-    [("tq4", 128, torch.bfloat16, 280e6), ("4bit_nc", 128, torch.bfloat16, 32e6), ("tq4", 256, torch.float16, 340e6)],
+    [("tq4", 128, torch.bfloat16, 1280e6), ("4bit_nc", 128, torch.bfloat16, 84e6), ("tq4", 256, torch.float16, 430e6)],
     ids=str,
 )
 def test_packing_compiles_in_seconds(
