@@ -6,7 +6,6 @@ windows of 2,048 tokens, and GSM8K.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tq_hf import PRESETS
-from tq_hf.commands import serve
+from tq_hf.commands import Parser, serve
 
 from .measures.base import EXACT, measured, title
 from .measures.gsm8k import FILTERS
@@ -47,7 +46,7 @@ def table(folder: Path) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eval.headline", description=__doc__)
+    parser = Parser(prog="python -m eval.headline", description=__doc__)
     parser.add_argument("results", type=Path, metavar="RESULTS", help="such as eval/results")
     print(table(parser.parse_args(argv).results), end="")
     return 0

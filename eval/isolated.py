@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tq_hf.commands import first_line
-from tq_hf.comparison import Progress
+from tq_hf.generation.comparison import Progress
 
 Subject = TypeVar("Subject")
 Result = dict[str, Any]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tq_hf.conditioning import Partners, balance_factors
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import MIN_HEAD_DIM, PageLayout, padded_dim
+from tq_hf.quantizer.conditioning import Partners, balance_factors
 from tq_hf.reference.codec import decode_page, encode_page
 
 SCALE_BYTES = 2  # fp16
@@ -51,7 +51,7 @@ def condition(
         query_energy: fp32 [B, H, D], the sum of squares of the queries that read a KV head.
         key, value: [B, H, n, D / Dv].
         partners: of the keys' channels.
-        config: whether keys are centred, by pages of which size, and balanced (`tq_hf.conditioning`).
+        config: whether keys are centred, by pages of which size, and balanced (`tq_hf.quantizer.conditioning`).
     """
     if config.center_keys:
         key_spread = torch.stack([_spread(page) for page in key.float().split(config.page_size, 2)]).sum(0)

@@ -7,15 +7,15 @@ dtype costs by itself.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tq_hf.commands import Parser, RequestError, serve
+from tq_hf.commands import serve
 
-from .plotting import figure_of, save
+from .plotting import figure_of, parser_of, save, write
 from .results import ModelResults, read_all
 from .settings import OWN, PUBLISHED
 
@@ -80,22 +80,10 @@ def _measured(results: ModelResults, name: str) -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="python -m eval.plot_ablation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("plot_ablation", __doc__, "DIR/ablation.svg")
     parser.add_argument("results", type=Path, metavar="DIR", help="where scripts/ablation left its results")
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="the .svg or .png to write (default: DIR/ablation.svg)"
-    )
     args = parser.parse_args(argv)
-    models = read_all(args.results)
-    path = args.image or args.results / "ablation.svg"
-    try:
-        draw(models, path)
-    except ImportError as error:
-        raise RequestError(f"drawing needs matplotlib ({error}): pip install -e '.[eval]'.") from error
-    print(path)
-    return 0
+    return write(partial(draw, read_all(args.results)), args.image or args.results / "ablation.svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,16 +6,15 @@ the combination). The line is what a device copy of as many bytes takes; nothing
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tq_hf.commands import Parser, RequestError, serve
+from tq_hf.commands import RequestError, serve
 
-from .plotting import figure_of, save
+from .plotting import figure_of, parser_of, read_json, save, write
 
 HEADS = "8x4x128"
 COLORS = ("#0b6e4f", "#3a6ea5", "#6a4c93", "#b23a48", "#d98c21", "#8d6e63", "#00838f")
@@ -62,25 +61,10 @@ def _bf16_bytes(row: dict[str, Any]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(
-        prog="python -m eval.plot_decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("plot_decode", __doc__, "JSON's name with .png")
     parser.add_argument("results", type=Path, metavar="JSON", help="what scripts/bench_decode.py --json wrote")
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="the .svg or .png to write (default: JSON's name with .png)"
-    )
     args = parser.parse_args(argv)
-    try:
-        found = json.loads(args.results.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise RequestError(f"{args.results} cannot be read as JSON: {error}") from error
-    path = args.image or args.results.with_suffix(".png")
-    try:
-        draw(found, path)
-    except ImportError as error:
-        raise RequestError(f"drawing needs matplotlib ({error}): pip install -e '.[eval]'.") from error
-    print(path)
-    return 0
+    return write(partial(draw, read_json(args.results)), args.image or args.results.with_suffix(".png"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.at_once import AtOnceCache
-from tq_hf.page_by_page import PageByPageCache
+from tq_hf.scoring.at_once import AtOnceCache
+from tq_hf.scoring.page_by_page import PageByPageCache
 
 from .outlier_split import Split
 from .simulated_cache import SimulatedCache

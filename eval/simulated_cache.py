@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from tq_hf import CacheReport, LayerReport, TurboQuantConfig
 from tq_hf.attention import turboquant_attention, turboquant_mask
-from tq_hf.conditioning import partners
-from tq_hf.reports import stock_report
-from tq_hf.rotary import Rotary, rotary_of
+from tq_hf.quantizer.conditioning import partners
+from tq_hf.quantizer.rotary import Rotary, rotary_of
+from tq_hf.reporting.reports import stock_report
 
 from .outlier_split import Conditioning, Split, bytes_per_token, condition, pages_as_read
 

@@ -6,14 +6,13 @@ What counts is kept in DIR/word_perplexity.json, the table in DIR/word_perplexit
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tq_hf.commands import RequestError, serve
+from tq_hf.commands import Parser, RequestError, serve
 
 from .results import markdown
 from .stored import replace_text
@@ -95,7 +94,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m eval.word_perplexity", description=__doc__)
+    parser = Parser(prog="python -m eval.word_perplexity", description=__doc__)
     parser.add_argument("runs", type=Path, help="a folder with lm-eval's results files, at any depth")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the table goes")
     args = parser.parse_args(argv)

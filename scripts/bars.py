@@ -1,6 +1,6 @@
-"""The bars that the kernels are to reach on an H200, beside what the benchmarks measured.
+"""The bars that the kernels and whole models are to reach on an H200, beside what the benchmarks measured.
 
-    python scripts/bars.py DIR     DIR: where `scripts/gpu_check --out` left the benchmarks' JSON
+python scripts/bars.py DIR     DIR: where `scripts/gpu_check --out` and `bench_generate.py --json` left their JSON
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ STEP_US, PAGE_STEP_US, PREFILL_GB_S = 5.0, 10.0, 800.0
 CHUNKS = {2: 1.3, 4: 1.3, 16: 2.5}  # times one query
 FLASH_SHARE, EXTRA_MIB = 0.6, 64.0
 HOST_US = 60.0  # update + attend of one layer
+# Whole models of the 8B shape, by point: decode tokens/s of tq4 in a compiled static cache against StaticCache's.
+GENERATE_SHAPE = "8b"
+AGAINST_STATIC = {"1x2k": 1.0, "1x32k": 3.0, "8x8k": 4.0, "8x32k": 8.0}
+AGAINST_DYNAMIC, OVER_FLOOR = (
+    0.95,
+    1.6,
+)  # eager tq4 against DynamicCache; a compiled step against reading all bytes once
+AGAINST_FASTEST = {"8x32k": 1.5}  # compiled tq4 against the fastest bf16 cache
+AGAINST_QUANTIZED = ((8192, 3.0), (0, 1.0))  # eager tq4 against the best QuantizedCache, by the tokens of a row
+FIRST_TOKEN = ((8192, 1.05), (0, 1.15))  # against DynamicCache's time
+CACHE_SHARE_FROM, CACHE_SHARES = 32768, {"tq4": 0.28, "tq3": 0.22, "tq2": 0.15}  # of bf16 bytes, from so many tokens on
+DECODE_PEAK = {"8x32k": 0.32}  # of DynamicCache's, beyond weights
+LARGEST_BATCH = {"tq4": 3.2}  # times DynamicCache's
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,76 @@ def host_bars(found: dict[str, Any]) -> Iterator[Bar]:
             yield Bar(f"{name}: host µs of update + attend", row["update_us"] + row["attend_us"], HOST_US)
 
 
+def generate_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in found["cells"]:
+        if row["shape"] == GENERATE_SHAPE and "step_s" in row:
+            rows.setdefault(row["point"], {})[row["cache"]] = row
+    for point, its in rows.items():
+        yield from _speed_bars(point, its, found["copy_bytes_per_second"])
+        yield from _memory_bars(point, its)
+    most = {
+        row["cache"]: row["rows"] for row in found["capacity"] if row["shape"] == GENERATE_SHAPE and row.get("rows")
+    }
+    for cache, limit in LARGEST_BATCH.items():
+        if cache in most and "DynamicCache" in most:
+            yield Bar(
+                f"{cache}: largest batch / DynamicCache's", most[cache] / most["DynamicCache"], limit, at_least=True
+            )
+
+
+def _speed_bars(point: str, its: dict[str, dict[str, Any]], rate: float) -> Iterator[Bar]:
+    eager, static, dynamic = its.get("tq4"), its.get("tq4, static"), its.get("DynamicCache")
+    quantized = [row for name, row in its.items() if name.startswith("QuantizedCache")]
+    exact = [row for name, row in its.items() if name.startswith(("DynamicCache", "StaticCache"))]
+    if static is not None:
+        floor = (static["weight_bytes_read"] + static["cache_bytes"]) / rate
+        yield Bar(f"{point} tq4, static: step / floor", static["step_s"] / floor, OVER_FLOOR)
+        if point in AGAINST_STATIC and "StaticCache" in its:
+            yield _faster(
+                f"{point} tq4, static: times StaticCache", static, [its["StaticCache"]], AGAINST_STATIC[point]
+            )
+        if point in AGAINST_FASTEST and exact:
+            yield _faster(f"{point} tq4, static: times the fastest bf16", static, exact, AGAINST_FASTEST[point])
+    if eager is not None and dynamic is not None:
+        yield _faster(f"{point} tq4: times DynamicCache", eager, [dynamic], AGAINST_DYNAMIC)
+    if eager is not None and quantized:
+        limit = _from(AGAINST_QUANTIZED, point)
+        yield _faster(f"{point} tq4: times the best QuantizedCache", eager, quantized, limit)
+    for row in (eager, static):
+        if row is not None and dynamic is not None:
+            ratio = row["first_token_s"] / dynamic["first_token_s"]
+            yield Bar(f"{point} {row['cache']}: first token / DynamicCache's", ratio, _from(FIRST_TOKEN, point))
+
+
+def _memory_bars(point: str, its: dict[str, dict[str, Any]]) -> Iterator[Bar]:
+    dynamic = its.get("DynamicCache")
+    for cache, row in its.items():
+        preset = cache.removesuffix(", static")
+        if dynamic is None or preset not in CACHE_SHARES:
+            continue
+        if _tokens(point) >= CACHE_SHARE_FROM:
+            share = row["cache_bytes"] / dynamic["cache_bytes"]
+            yield Bar(f"{point} {cache}: cache bytes / DynamicCache's", share, CACHE_SHARES[preset])
+        if preset == "tq4" and point in DECODE_PEAK and dynamic["decode_bytes"]:
+            share = row["decode_bytes"] / dynamic["decode_bytes"]
+            yield Bar(f"{point} {cache}: peak of decode / DynamicCache's", share, DECODE_PEAK[point])
+
+
+def _faster(what: str, row: dict[str, Any], others: list[dict[str, Any]], limit: float) -> Bar:
+    return Bar(what, min(other["step_s"] for other in others) / row["step_s"], limit, at_least=True)
+
+
+def _tokens(point: str) -> int:
+    text = point.split("x")[1]
+    return 1024 * int(text.removesuffix("k")) if text.endswith("k") else int(text)
+
+
+def _from(limits: tuple[tuple[int, float], ...], point: str) -> float:
+    """The limit of the first that begins at so few tokens."""
+    return next(limit for start, limit in limits if _tokens(point) >= start)
+
+
 def _worst_error(rows: list[dict[str, Any]], name: str) -> Bar:
     return Bar(f"{name}: largest error of {len(rows)} rows", max((row["error"] for row in rows), default=0.0), ERROR)
 
@@ -97,6 +180,7 @@ BARS: dict[str, Callable[[dict[str, Any]], Iterator[Bar]]] = {
     "bench_extend": extend_bars,
     "bench_store": store_bars,
     "bench_host": host_bars,
+    "bench_generate": generate_bars,
 }
 
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from tq_hf import kernels, ops, reference
-from tq_hf.conditioning import partners
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.layout import PageLayout
+from tq_hf.quantizer.conditioning import partners
+from tq_hf.quantizer.rotary import Rotary
 from tq_hf.reference.codec import decode_page
-from tq_hf.rotary import Rotary
 
 HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
 PREFILL_TOKENS, SAMPLE_TOKENS, LAYERS = 65536, 4096, 32

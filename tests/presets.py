@@ -6,7 +6,7 @@ import torch
 
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.ops import has_kernels
-from tq_hf.rotary import Rotary
+from tq_hf.quantizer.rotary import Rotary
 
 # The others run in the torch reference on every device.
 KERNEL_PRESETS = [name for name, config in PRESETS.items() if has_kernels(config.layout(64, 64, torch.float16).name)]

@@ -26,9 +26,9 @@ from eval.text import read_text, windows
 from tests import tiny_models
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantConfig
-from tq_hf.chunks import first_page_tokens, text_chunks
 from tq_hf.commands import RequestError
-from tq_hf.comparison import cache_argument, score_texts
+from tq_hf.generation.comparison import cache_argument, score_texts
+from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 
 ROOT = Path(__file__).parents[1]
 ROWS = 2

@@ -19,7 +19,7 @@ from tests.test_cache_fork import SMALL, content, extend, same
 from tests.test_generate import generate, left_padded, reference
 from tests.tiny_models import tiny_model
 from tq_hf import TurboQuantCache
-from tq_hf.page_pool import PagePool
+from tq_hf.pages.pool import PagePool
 
 CPU = torch.device("cpu")
 # On 5.17, `DynamicCache.reset` zeroes what it holds and keeps its length, and `crop` fails before the first token.

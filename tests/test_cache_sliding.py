@@ -26,8 +26,8 @@ from tests.test_cache_save import bits, parts
 from tests.test_generate import generate, left_padded
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache
-from tq_hf.hybrid_layer import HybridLayer
-from tq_hf.sliding import SlidingTable
+from tq_hf.layers.hybrid import HybridLayer
+from tq_hf.layers.sliding import SlidingTable
 
 WINDOW = 96
 SMALL = {"page_size": 32, "recent_window": 16, "sink_tokens": 4}

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from tests.command_line import CommandLine
-from tq_hf import comparison, estimate_memory
+from tq_hf import estimate_memory
+from tq_hf.generation import comparison
 
 
 def test_rows_and_bytes(tq_hf: CommandLine, word_folder: Path) -> None:

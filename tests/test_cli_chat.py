@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from tests.command_line import CommandLine, Result
 from tests.test_cli_generate import Stdin, interrupt_at
 from tests.word_model import save_word_model, words
-from tq_hf.conversation import Conversation, encode_chat
-from tq_hf.streaming import Stream
+from tq_hf.generation.conversation import Conversation, encode_chat
+from tq_hf.generation.streaming import Stream
 
 ROOT = Path(__file__).parents[1]
 LONG = " ".join((words() * 3)[:150])

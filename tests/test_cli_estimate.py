@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaCo
 from tests.command_line import CommandLine
 from tests.tiny_models import prompt
 from tq_hf import TurboQuantCache, commands, embedded_model, estimate_memory
-from tq_hf.comparison import cache_argument, cache_nbytes
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
 
 
 def test_json_is_what_a_real_cache_takes(tq_hf: CommandLine, word_folder: Path) -> None:
@@ -104,6 +104,11 @@ def test_the_embedded_model_is_the_default(
         (["--dtype", "int8"], "--dtype int8 is unknown: expected one of bfloat16, float16, float32."),
         (["--gpu", "0"], "--gpu 0 is not possible: expected the GPU's memory in GiB, more than 0."),
         (["--gpu", "nan"], "--gpu nan is not possible"),
+        (["--gpu", "inf"], "--gpu inf is not possible"),
+        (["--weight-bits", "inf"], "--weight-bits inf is not possible"),
+        (["--set", "context=5"], "unknown option context"),
+        (["--set", "preset=tq4"], "unknown option preset"),
+        (["--set", "new_tokens=5"], "unknown option new_tokens"),
         (["--set", "page_size"], "--set page_size names no value: expected FIELD=VALUE"),
         (["--set", "page_size=48"], "page_size=48 is not allowed"),
         (["--set", "pages=1"], "unknown option pages"),
@@ -126,6 +131,7 @@ def test_configs_that_are_none(tq_hf: CommandLine, tmp_path: Path, monkeypatch: 
         file.write_text(text)
         assert said in tq_hf("estimate", "--config", file).error
     assert "the model folder no/such/folder does not exist" in tq_hf("estimate", "--config", "no/such/folder").error
+    assert tq_hf("estimate", "--config", "confg.json").error == "the file confg.json does not exist."
     (tmp_path / "empty").mkdir()
     assert "no config could be loaded from" in tq_hf("estimate", "--config", tmp_path / "empty").error
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from tests.command_line import CommandLine
 from tests.word_model import words
 from tq_hf import TurboQuantCache, commands
-from tq_hf.comparison import cache_argument
-from tq_hf.conversation import encode_prompt
+from tq_hf.generation.comparison import cache_argument
+from tq_hf.generation.conversation import encode_prompt
 
 PROMPT = " ".join((words() * 3)[:200])
 

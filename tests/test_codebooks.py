@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from tq_hf.codebooks import boundaries, distortion, int8_grid, levels, unit_levels
+from tq_hf.quantizer.codebooks import boundaries, distortion, int8_grid, levels, unit_levels
 
 SHAPES = [
     *(("gaussian", bits, 128) for bits in (1, 2, 3, 4)),

@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.presets import sized
 from tq_hf.config import PRESETS, TurboQuantConfig
 from tq_hf.layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout, lane_word_offset
+from tq_hf.quantizer.rotation import unrotate
 from tq_hf.reference.codec import PageContent, decode_page, encode_page, unpack_page
-from tq_hf.rotation import unrotate
 
 GAUSSIAN_DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
 PRESET_NAMES = list(PRESETS)

@@ -1,4 +1,4 @@
-"""`tq_hf.comparison`: bytes, speeds and the agreement of logits."""
+"""`tq_hf.generation.comparison`: bytes, speeds and the agreement of logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
-from tq_hf.chunks import first_page_tokens, text_chunks
-from tq_hf.comparison import (
-    cache_argument,
-    cache_nbytes,
-    generate_timed,
-    logit_agreement,
-)
-from tq_hf.memory import storage_bytes
+from tq_hf.generation.comparison import cache_argument, cache_nbytes, generate_timed, logit_agreement
+from tq_hf.reporting.memory import storage_bytes
+from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 
 
 def ids(length: int, seed: int = 0) -> torch.Tensor:

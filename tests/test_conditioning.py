@@ -10,10 +10,10 @@ from test_reference_state import PackedState
 from torch import Tensor
 
 from tests.presets import sized, usual_rotary
-from tq_hf.conditioning import HORIZONS, Partners, balance_factors, or_ones, partners
 from tq_hf.config import TurboQuantConfig
+from tq_hf.quantizer.conditioning import HORIZONS, Partners, balance_factors, or_ones, partners
+from tq_hf.quantizer.rotary import Rotary
 from tq_hf.reference import observe
-from tq_hf.rotary import Rotary
 
 GENERATOR = torch.Generator()
 

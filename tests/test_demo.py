@@ -22,8 +22,8 @@ from tests.word_model import save_word_model, words
 from tq_hf import TurboQuantCache
 from tq_hf.commands import RequestError
 from tq_hf.demo import architectures, charts, chat, handbook, memory, panels, serving, side_by_side
-from tq_hf.estimate import estimate_memory
-from tq_hf.streaming import CacheSize, cache_size
+from tq_hf.generation.streaming import CacheSize, cache_size
+from tq_hf.sizing.estimate import estimate_memory
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -62,6 +62,11 @@ def test_a_line_is_drawn_where_its_points_are() -> None:
     assert charts.line_chart("nothing", [], "x", str) == ""
 
 
+def test_a_single_point_is_a_level_that_can_be_seen() -> None:
+    html = charts.line_chart("t", [charts.Line("", "c", [(131, 0.5)])], "x", str)
+    assert '<polyline class="c" points="0.0,0.0 1000.0,0.0"/>' in html
+
+
 def test_bars_are_as_long_as_their_values() -> None:
     bars = [charts.Bar("a", "", 4, "4"), charts.Bar("b", "", 1, "1"), charts.Bar("c", "", 0, "0")]
     assert re.findall(r"width:([\d.]+)%", charts.bar_chart("t", bars)) == ["100.00", "25.00", "0.40"]
@@ -79,17 +84,50 @@ def test_models_are_loaded_once_and_the_embedded_one_stays(monkeypatch: pytest.M
         calls.append(name)
         return SimpleNamespace(name=name)
 
+    gone: list[str | None] = []
     monkeypatch.setattr(serving.Models, "_require_memory", lambda *_: None)
-    models = serving.Models(CPU, loader)
+    models = serving.Models(CPU, loader, dropped=lambda loaded: gone.append(loaded.name))
+    assert models.ready("") is None
     threads = [threading.Thread(target=models.get, args=("",)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert calls == [None]
-    for name in ("a", " a ", "b", "", "a"):
+    for name in ("a", " a ", "b", "", "SmolLM2-135M-Instruct", "a"):
         models.get(name)
     assert calls == [None, "a", "b", "a"]  # b took the place of a
+    assert gone == ["a", "b"] and models.ready("a").name == "a"
+
+
+def test_a_model_that_has_to_go_is_kept_by_no_conversation(models: serving.Models, folder: str) -> None:
+    sessions, loaded = serving.Sessions(), models.get(folder)
+    kept = sessions.get("a").conversation_on(loaded, "tq4")
+    sessions.get("b")
+    sessions.forget(SimpleNamespace(model=object()))
+    assert sessions.get("a").conversation is kept
+    sessions.forget(loaded)
+    assert sessions.get("a").conversation is None
+
+
+def test_strangers_get_no_folders_no_pickles_and_no_code(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = serving.Models(CPU, own=folder, public=True)
+    assert models.get(folder).name == folder  # whoever serves the page has chosen it
+    for name in (folder + "/", "/etc", "/no/such", "tests", "../x", "a/b/c"):
+        with pytest.raises(RequestError, match=r" is no hub id: expected one such as .* Leave the field empty"):
+            models.get(name)
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(serving.PretrainedConfig, "get_config_dict", lambda name, **_: ({"num_labels": 3}, {}))
+    monkeypatch.setattr(
+        serving.AutoConfig, "from_pretrained", lambda name, **trust: asked.append(trust) or LlamaConfig(num_hidden_layers=1)
+    )
+    models = serving.Models(CPU, lambda name, device, **trust: asked.append(trust), public=True)
+    models.get("some/model")
+    assert asked == [{"trust_remote_code": False, "use_safetensors": True, "token": False}] * 2
+    monkeypatch.setattr(serving.PretrainedConfig, "get_config_dict", lambda name, **_: ({"num_labels": 10**9}, {}))
+    with pytest.raises(RequestError, match=r"no model could be loaded from a/bomb: num_labels is 1e\+09"):
+        models.get("a/bomb")
 
 
 def test_an_unknown_model_is_one_line_that_offers_the_embedded_one(
@@ -266,8 +304,20 @@ def test_messages_that_are_refused_at_once(page: chat.Chat, folder: str, text: s
 def test_a_new_chat_drops_the_cache(page: chat.Chat, folder: str) -> None:
     ask(page, folder, "Question", [], [])
     session = page.sessions.get("v")
-    assert page.restart(visitor())[:3] == ([], [], [])
+    chat, messages, growth, meter, chart, _, send, stop = page.restart(folder, "tq2", visitor())
+    assert chat == messages == growth == [] and chart == ""
+    assert send["visible"] and not stop["visible"]  # also where the question was still waiting for its turn
     assert page.sessions.get("v") is not session
+    full = estimate_memory(page.models.get(folder).model.config, "tq2", 2048)
+    assert meter == page.promise([], folder, "tq2") and f"{full.ratio:.2f}×" in meter
+    assert page.promise([], "not/loaded", "tq2") == page.promise([], folder, serving.EXACT) == ""
+
+
+def test_a_rule_in_the_question_is_part_of_it(page: chat.Chat) -> None:
+    begun = page.begin("one\n\n---\n\ntwo", "the text", [], visitor())
+    assert begun[2][0]["content"] == "the text\n\n---\n\none\n\n---\n\ntwo"
+    assert begun[1] == [{"role": "user", "content": "one\n\n---\n\ntwo"}]
+    assert chat.taken_back(begun[2])[0] == "one\n\n---\n\ntwo"
 
 
 def test_a_new_chat_ends_the_answer_that_is_being_written(
@@ -277,11 +327,28 @@ def test_a_new_chat_ends_the_answer_that_is_being_written(
     messages = page.begin("Question", "", [], visitor())[2]
     updates = page.respond(messages, [], folder, "tq2", 400, 0.0, visitor())
     next(updates)
-    page.restart(visitor())
+    meter = page.restart(folder, "tq2", visitor())[3]
     *_, end = updates
-    assert end[CHAT] == [] and end[METER] == "" and end[SEND]["visible"]
+    assert end[CHAT] == [] and end[METER] == meter and end[SEND]["visible"]
     assert end[MESSAGES] == end[GROWTH] == {"__type__": "update"}  # they are the new chat's
     assert not any(thread.name == "tq_hf-stream" for thread in threading.enumerate())
+
+
+def test_the_end_of_an_old_answer_leaves_a_new_chats_question_on_the_page(
+    page: chat.Chat, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SHOW_SECONDS", 0.0)
+    old = page.respond(page.begin("Question", "", [], visitor())[2], [], folder, "tq2", 400, 0.0, visitor())
+    next(old)
+    page.restart(folder, "tq2", visitor())
+    asked = page.begin("Answer", "", [], visitor())[2]
+    *_, end = old
+    assert end[CHAT] == [{"role": "user", "content": "Answer"}] and chat.WAITING in end[STATUS]
+    assert end[STOP]["visible"] and not end[SEND]["visible"]
+    assert end[MESSAGES] == end[GROWTH] == {"__type__": "update"}
+    *_, end = page.respond(asked, [], folder, "tq2", 12, 0.0, visitor())
+    assert [said["role"] for said in end[MESSAGES]] == ["user", "assistant"] and end[SEND]["visible"]
+    assert page.sessions.waiting("v") == page.sessions.waiting("nobody") == []
 
 
 def test_one_question_at_a_time(page: chat.Chat) -> None:
@@ -328,7 +395,11 @@ def test_the_first_difference_is_marked_in_both_texts(duel: side_by_side.SideByS
         "&lt;b&gt;",
         "x",
     ]
-    assert side_by_side.verdict("tq4", race) == "tq4: 4.00 times less cache memory, the first 1 tokens are the same."
+    # Half of a character is no text yet: the mark is where it is whole. The end is a mark of its own.
+    parts = side_by_side.Side([1, 7, 8], ["a", "", "🙂"], [], size, 1.0), side_by_side.Side([1, 2], ["a", ""], [], size, 1.0)
+    shown = duel._shown("tq4", side_by_side.Race(8, parts, [], 0.0, ""))[0]
+    assert re.findall(r"<mark [^>]*>(.*?)</mark>", shown) == ["🙂", "∅"]
+    assert side_by_side.verdict("tq4", race) == "tq4: a cache 4.00 times smaller, token 2 is the first that differs."
     assert side_by_side.first_difference([1, 2], [1, 2, 3]) is None
 
 
@@ -407,11 +478,16 @@ def test_a_pasted_config_counts_as_its_model() -> None:
     ("change", "said"),
     [
         ({"pasted": ""}, "Paste a model"),
-        ({"pasted": "{"}, "This is no JSON"),
+        ({"pasted": "{"}, "This is no JSON of a config"),
         ({"pasted": "[1]"}, "expected an object"),
         ({"pasted": "{}"}, "no model_type"),
         ({"pasted": '{"model_type": "unheard-of"}'}, "unheard-of"),
-        ({"pasted": '{"model_type": "llama", "num_hidden_layers": 1000000000}'}, "expected 1 to 1024"),
+        ({"pasted": '{"model_type": "llama", "num_hidden_layers": 1000000000}'}, "1e+09: expected at most 256"),
+        ({"pasted": '{"model_type": "llama", "num_hidden_layers": -1}'}, "expected 1 to 256"),
+        ({"pasted": '{"model_type": "llama", "num_labels": 1000000000}'}, "num_labels is 1e+09"),
+        ({"pasted": '{"model_type": "gemma3", "vision_config": {"num_hidden_layers": 20000}}'}, "is 20000: expected at"),
+        ({"pasted": '{"model_type": "llama", "x": ' + "[" * 9 + "]" * 9 + "}"}, "nested more than 8 deep"),
+        ({"pasted": "[" * 100_000}, "This is no JSON of a config"),
         ({"pasted": "x" * 200_001}, "200,001 characters"),
         ({"choice": "Llama 3.1 8B", "context": 0}, "context: 0 is not possible"),
         ({"choice": "Llama 3.1 8B", "batch": None}, "batch: None is not possible"),

@@ -21,12 +21,12 @@ from playwright.sync_api import Browser, Page, expect
 from screenshots import message_box
 
 from tests.word_model import save_word_model, words
-from tq_hf.conversation import encode_chat
 from tq_hf.demo import app
 from tq_hf.demo.serving import EXACT, new_cache
 from tq_hf.demo.side_by_side import first_difference
-from tq_hf.estimate import estimate_memory
-from tq_hf.streaming import Stream, cache_size
+from tq_hf.generation.conversation import encode_chat
+from tq_hf.generation.streaming import Stream, cache_size
+from tq_hf.sizing.estimate import estimate_memory
 
 pytestmark = pytest.mark.skipif(screenshots.chromium() is None, reason="there is no Chromium: apt install chromium")
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def served(folder: str) -> Iterator[Served]:
     made: dict[str, Any] = {}
 
     def keep(name: str, factory: Any) -> Any:
-        def make(*args: Any) -> Any:
-            made[name] = factory(*args)
+        def make(*args: Any, **options: Any) -> Any:
+            made[name] = factory(*args, **options)
             return made[name]
 
         return make
@@ -162,15 +162,16 @@ def test_a_chat_shows_the_bytes_that_its_cache_has(browser: Browser, demo: Serve
     assert page.locator("#chat .user.message").first.inner_text().strip() == "Question"  # the text has its own place
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("#chat .message")).to_have_count(0)
-    expect(page.locator("#meter")).to_have_text("")
+    expect(page.locator("#meter")).to_contain_text("tq4 cache at 2,048 tokens")
     page.close()
 
 
-def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served, slow: None) -> None:
+def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served, slow: SimpleNamespace) -> None:
     message_box(page).fill("Question")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#meter [data-nbytes]")).to_be_visible()
     page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()  # and the old answer's Stop is gone
     message_box(page).fill("Answer")
     message_box(page).press("Enter")
     page.get_by_role("button", name="Stop").click()
@@ -179,16 +180,33 @@ def test_a_new_chat_ends_the_answer_and_begins_at_once(page: Page, demo: Served,
     expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
+def test_a_new_chat_while_waiting_can_be_begun_again(browser: Browser, demo: Served, slow: SimpleNamespace) -> None:
+    first, second = visit(browser, demo.address), visit(browser, demo.address)
+    for page in (first, second):
+        message_box(page).fill("Question")
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(second.locator("#chat-status")).to_contain_text("Waiting for the model")
+    second.get_by_role("button", name="New chat").click()
+    expect(second.get_by_role("button", name="Send")).to_be_visible()
+    first.get_by_role("button", name="Stop").click()
+    slow.seconds = 0
+    send(second, "Answer")
+    first.close()
+    second.close()
+
+
 @pytest.fixture
-def slow(demo: Served) -> Iterator[None]:
-    """A model that takes its time, so that there is something to stop."""
+def slow(demo: Served) -> Iterator[SimpleNamespace]:
+    """A model that takes its time (half a minute an answer), so that there is something to stop on a busy machine too."""
     model = demo.models.get(demo.folder).model
-    hook = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    yield
+    pace = SimpleNamespace(seconds=0.3)
+    hook = model.register_forward_pre_hook(lambda *_: time.sleep(pace.seconds))
+    yield pace
     hook.remove()
 
 
-def test_an_answer_stops_and_the_chat_goes_on(page: Page, demo: Served, slow: None) -> None:
+def test_an_answer_stops_and_the_chat_goes_on(page: Page, demo: Served, slow: SimpleNamespace) -> None:
     message_box(page).fill("Question")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#chat-status")).to_contain_text("Writing")
@@ -218,7 +236,7 @@ def test_side_by_side_is_what_both_caches_write(browser: Browser, demo: Served, 
     page.get_by_label("Prompt").fill(TEXT)
     page.get_by_role("button", name="Compare").click()
     page.locator("#divergence figure").wait_for()
-    expect(page.locator("#compare-status")).to_contain_text("times less cache memory")
+    expect(page.locator("#compare-status")).to_contain_text("times smaller")
 
     loaded = demo.models.get(demo.folder)
     ids = encode_chat(loaded.tokenizer, [{"role": "user", "content": TEXT}])

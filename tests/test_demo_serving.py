@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ pytest.importorskip("gradio", reason="the demo needs the extra demo")
 from tests.word_model import save_word_model
 from tq_hf.cli import main
 from tq_hf.commands import RequestError
-from tq_hf.demo.app import build
+from tq_hf.demo.app import build, launch
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -50,6 +51,31 @@ def test_only_one_visitor_at_a_time_uses_the_model(folder: str) -> None:
     assert limits == {"model": 1} and blocks.analytics_enabled is False
     assert sum(fn.concurrency_id == "model" for fn in blocks.fns.values()) == 2
     assert all(not fn.queue for fn in blocks.fns.values() if fn.name in ("stop", "begin", "restart"))
+
+
+def test_nobody_can_leave_files_on_the_server(folder: str) -> None:
+    blocks = build(CPU, folder)
+    _, address, _ = launch(blocks, server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
+    body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\nmany bytes\r\n--x--\r\n'
+    upload = urllib.request.Request(f"{address}gradio_api/upload", body)
+    upload.add_header("Content-Type", "multipart/form-data; boundary=x")
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(upload, timeout=20)
+    finally:
+        blocks.close(verbose=False)
+
+
+@pytest.mark.parametrize(("host", "public"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_who_listens_to_all_addresses_has_strangers(
+    folder: str, monkeypatch: pytest.MonkeyPatch, host: str, public: bool
+) -> None:
+    def built(*args: Any, **options: Any) -> Any:
+        assert options == {"public": public}
+        raise RequestError("as far as this")
+
+    monkeypatch.setattr("tq_hf.demo.build", built)
+    assert main(["demo", "--model", folder, "--host", host]) == 2
 
 
 def test_the_command_refuses_in_one_line(

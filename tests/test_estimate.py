@@ -13,8 +13,10 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, StaticCach
 
 from tests.tiny_models import FAMILIES, cache_for, prompt, tiny_model
 from tq_hf import PRESETS, TurboQuantCache, estimate_memory
-from tq_hf.comparison import cache_argument, cache_nbytes
-from tq_hf.state_shapes import model_shapes
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
+from tq_hf.sizing import estimate as estimate_module
+from tq_hf.sizing.estimate import LARGEST_BATCH
+from tq_hf.sizing.state_shapes import model_shapes
 
 LLAMA_8B = LlamaConfig(
     num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
@@ -201,6 +203,20 @@ def test_how_many_sequences_fit() -> None:
         assert taken[0] <= 60 * 2**30 < taken[1]
     assert estimate.largest_batch(60) > 3 * estimate.largest_batch(60, dynamic=True) > 0
     assert estimate.largest_batch(0.01) == 0
+    assert estimate.largest_batch(float("inf")) == LARGEST_BATCH
+
+
+def test_the_largest_batch_takes_few_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = estimate_memory(LlamaConfig(num_hidden_layers=2), "tq4", 5000, 8)
+    batches: list[int] = []
+    whole = estimate_module._estimate
+
+    def counted(*arguments: Any) -> Any:
+        batches.append(arguments[3])
+        return whole(*arguments)
+
+    monkeypatch.setattr(estimate_module, "_estimate", counted)
+    assert made.largest_batch(40) > 500 and len(batches) <= 8  # doubling and halving takes twice as many
 
 
 def test_the_weights_are_counted_once_where_they_are_tied() -> None:
@@ -255,3 +271,8 @@ def test_other_configs_are_refused() -> None:
         estimate_memory({"model_type": "llama"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no cache can be estimated for a 'clip' model"):
         model_shapes(tf.CLIPConfig(), torch.bfloat16)
+
+
+def test_an_estimate_can_be_a_key() -> None:
+    first, second = (estimate_memory(copy.deepcopy(LLAMA_8B), context=100) for _ in range(2))
+    assert first == second and len({first, second}) == 1

@@ -27,8 +27,8 @@ from tests.tiny_models import (
     use_attention,
 )
 from tq_hf import TurboQuantCache
-from tq_hf.hybrid_layer import HybridLayer
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.layers.hybrid import HybridLayer
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 0}
 PROMPT, NEW = 60, 40  # pages fall due in the prompt and on the way

@@ -182,6 +182,41 @@ def test_static_mode_compiles_to_one_graph(attention: str, padded: bool) -> None
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("attention", ["turboquant", "eager"])
+def test_a_compiled_step_writes_to_the_cache_itself(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inductor puts an op that writes ahead of one that reads, it copies the whole cache at every step."""
+    from transformers import CompileConfig
+
+    model = tiny_model(num_hidden_layers=1)
+    model.set_attn_implementation(attention)
+    torch._dynamo.reset()
+    cache = TurboQuantCache(model.config, "tq4", max_cache_len=140, **SMALL)
+    config = CompileConfig(mode="default", fullgraph=True)
+    config._compile_all_devices = True
+    expected = generate(model, prompt(1, 100), cache, compile_config=config, new=4)
+    (layer,), given = cache.packed_layers, list[dict[str, int]]()
+
+    class Spy:
+        """Stands in for an overload of an op, which compiled code looks up at every call."""
+
+        def __init__(self, name: str) -> None:
+            self.run, self.default = getattr(torch.ops.tq_hf, name).default, self
+            self.names = [argument.name for argument in self.run._schema.arguments if argument.is_write]
+            self.places = [i for i, argument in enumerate(self.run._schema.arguments) if argument.is_write]
+
+        def __call__(self, *args: Any) -> Any:
+            given.append({name: args[i].data_ptr() for name, i in zip(self.names, self.places)})
+            return self.run(*args)
+
+    for name in ("observe", "commit"):
+        monkeypatch.setattr(getattr(torch.ops.tq_hf, name), "default", Spy(name))
+    cache.reset()
+    assert torch.equal(generate(model, prompt(1, 100), cache, compile_config=config, new=4), expected)
+    assert len(given) == 2 * 3  # the first token comes from the prompt, which is not compiled
+    for call in given:
+        assert len(call) in (2, 7) and call == {name: getattr(layer, name).data_ptr() for name in call}
+
+
 def test_more_tokens_than_a_static_cache_holds_is_an_error() -> None:
     model = tiny_model()
     with pytest.raises(RuntimeError, match="max_cache_len=64"):

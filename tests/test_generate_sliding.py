@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from tests.test_generate import generate, left_padded, reference
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache
-from tq_hf.sliding import SlidingLayer, SlidingTable
+from tq_hf.layers.sliding import SlidingLayer, SlidingTable
 
 WINDOW = 64
 SMALL = {"page_size": 32, "recent_window": 8}

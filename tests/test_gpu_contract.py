@@ -21,8 +21,8 @@ from tests.test_gpu_generate import assert_same_until_a_close_call
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache, attention
 from tq_hf.attention import turboquant_attention
-from tq_hf.packed_kv import PackedKV
-from tq_hf.sliding import SlidingLayer
+from tq_hf.layers.packed_kv import PackedKV
+from tq_hf.layers.sliding import SlidingLayer
 
 pytestmark = [pytest.mark.gpu]
 DEVICE = "cuda"

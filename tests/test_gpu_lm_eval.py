@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tq_hf.scoring_mode import ScoringMode
-from tq_hf.token_scores import TokenScores, score_tokens
+from tq_hf.scoring.mode import ScoringMode
+from tq_hf.scoring.token_scores import TokenScores, score_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.network]
 ROOT = Path(__file__).parents[1]

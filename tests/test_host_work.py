@@ -12,9 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-from tq_hf import TurboQuantCache, layer, ops
+from tq_hf import TurboQuantCache, ops
 from tq_hf.attention import turboquant_attention
-from tq_hf.layer import TurboQuantLayer
+from tq_hf.layers import full as layer
+from tq_hf.layers.full import TurboQuantLayer
 
 CONFIG = LlamaConfig(hidden_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 PAGE, WINDOW, SINKS = 32, 32, 4

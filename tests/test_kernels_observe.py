@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from tests.presets import usual_rotary
 from tq_hf import reference
-from tq_hf.conditioning import partners
 from tq_hf.kernels.observe import observe
+from tq_hf.quantizer.conditioning import partners
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU_MARKS = [

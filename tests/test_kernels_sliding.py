@@ -12,8 +12,8 @@ from tests.test_cache import states
 from tests.test_kernels_attend import INTERPRETED, TOLERANCE, interpreted
 from tests.test_kernels_store import State, assert_same_state
 from tq_hf import TurboQuantCache, reference
+from tq_hf.layers.sliding import SlidingLayer
 from tq_hf.layout import PageLayout
-from tq_hf.sliding import SlidingLayer
 
 if INTERPRETED:
     from tq_hf import kernels

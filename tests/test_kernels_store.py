@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 
 from tests.presets import KERNEL_PRESETS
 from tq_hf import reference
-from tq_hf.codebooks import boundaries
 from tq_hf.config import TurboQuantConfig
 from tq_hf.kernels.commit import commit, gather
 from tq_hf.kernels.encode import UNIT, magnitude_cells
 from tq_hf.layout import PageLayout, RunOrder
+from tq_hf.quantizer.codebooks import boundaries
 from tq_hf.reference.codec import decode_page
 from tq_hf.reference.packing import unpack_codes, unpack_metadata
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_kernels_store import BATCH, EITHER, FP32, HEADS, commit_chunks, fresh_state, own
 
-from tq_hf.codebooks import distortion
 from tq_hf.kernels.commit import commit, gather
 from tq_hf.layout import padded_dim
+from tq_hf.quantizer.codebooks import distortion
 
 TOKENS = 128
 

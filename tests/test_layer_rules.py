@@ -9,7 +9,7 @@ import transformers as tf
 from transformers import PretrainedConfig
 
 from tq_hf import TurboQuantCache
-from tq_hf.layer_rules import boundary_layers, is_hybrid
+from tq_hf.layers.rules import boundary_layers, is_hybrid
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 

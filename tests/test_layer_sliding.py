@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from tests.test_cache import held_tensors, states
-from tq_hf import PRESETS, TurboQuantCache, sliding
+from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.attention import turboquant_attention
-from tq_hf.sliding import SlidingLayer, SlidingTable, packs_window, window_bytes
+from tq_hf.layers import sliding
+from tq_hf.layers.sliding import SlidingLayer, SlidingTable, packs_window, window_bytes
 
 WINDOW = 96
 SMALL = {"page_size": 32, "recent_window": 16}

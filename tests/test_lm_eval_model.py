@@ -24,8 +24,8 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tq_hf import lm_eval_model  # noqa: E402
-from tq_hf.cache_usage import CacheUsage  # noqa: E402
 from tq_hf.lm_eval_model import TurboQuantLM  # noqa: E402
+from tq_hf.scoring.cache_usage import CacheUsage  # noqa: E402
 
 LOCAL = Path(__file__).parents[1] / "eval" / "tasks"
 TASKS = ["tq_arithmetic", "tq_arithmetic_choice", "tq_prose"]

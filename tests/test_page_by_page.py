@@ -9,10 +9,10 @@ import torch
 
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import ATTENTION_NAME, TurboQuantCache, TurboQuantConfig
-from tq_hf.chunks import first_page_tokens, text_chunks
-from tq_hf.comparison import cache_argument
-from tq_hf.page_by_page import LONGEST_PASS, PageByPageCache, pages_at_once
-from tq_hf.scoring_mode import tokens_in_pages
+from tq_hf.generation.comparison import cache_argument
+from tq_hf.scoring.chunks import first_page_tokens, text_chunks
+from tq_hf.scoring.mode import tokens_in_pages
+from tq_hf.scoring.page_by_page import PageByPageCache, pages_at_once
 
 SETTINGS = TurboQuantConfig.from_preset("tq2", page_size=32, recent_window=24, boundary_layers=0)
 LENGTH = 290
@@ -103,13 +103,12 @@ def test_what_a_position_reads_is_counted() -> None:
         assert tokens_in_pages(long, length) == tokens_in_pages(short), length
 
 
-def test_passes_are_as_long_as_logits_allow() -> None:
+def test_passes_are_long_where_attention_walks() -> None:
     model = sharp_model("llama")
-    assert pages_at_once(model, 1, SETTINGS) == LONGEST_PASS // 32
-    assert pages_at_once(model, 32, SETTINGS) == 8 and pages_at_once(model, 9999, SETTINGS) == 1
+    assert pages_at_once(model, 1024, SETTINGS) == 32 and pages_at_once(model, 0, SETTINGS) == 1
     model.set_attn_implementation("sdpa")
-    assert pages_at_once(model, 1, SETTINGS) == 1
-    assert pages_at_once(sharp_model("gemma3n_shared"), 1, SETTINGS) == 1
+    assert pages_at_once(model, 1024, SETTINGS) == 1
+    assert pages_at_once(sharp_model("gemma3n_shared"), 1024, SETTINGS) == 1
 
 
 def test_what_cannot_walk_says_so() -> None:

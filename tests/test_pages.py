@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tq_hf.pages import NO_PAGE, SPARE_ENTRIES, BlockTable
+from tq_hf.pages.table import NO_PAGE, SPARE_ENTRIES, BlockTable
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,11 @@ from tests import tiny_models
 from tests.presets import KERNEL_PRESETS, sizes
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig, ops
-from tq_hf.codebooks import levels
 from tq_hf.layout import SATURATED, PageLayout
+from tq_hf.quantizer.codebooks import levels
+from tq_hf.quantizer.rotation import orthogonal_matrix
+from tq_hf.quantizer.sketch import sketch
 from tq_hf.reference.codec import decode_page, encode_page, unpack_page
-from tq_hf.rotation import orthogonal_matrix
-from tq_hf.sketch import sketch
 
 PAPER = ("paper_mse", "paper_prod")
 CONFIG = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.presets import sized, usual_rotary
-from tq_hf.conditioning import partners
 from tq_hf.config import PRESETS, TurboQuantConfig
+from tq_hf.quantizer.conditioning import partners
 from tq_hf.reference import attend, commit, gather, observe
 from tq_hf.reference.codec import NON_FINITE_KEY, NON_FINITE_VALUE, encode_page
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from tests.tiny_models import COMMON, FAMILIES, HEADS, tiny_model
-from tq_hf.model_layers import decoder_config
-from tq_hf.rotary import Rotary, rotary_of
+from tq_hf.layers.plan import decoder_config
+from tq_hf.quantizer.rotary import Rotary, rotary_of
 
 
 def frequencies_of(model: nn.Module, kind: str | None) -> list[Tensor]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tq_hf import rotation
 from tq_hf.layout import padded_dim
-from tq_hf.rotation import hadamard_signs, orthogonal_matrix, rotate, unrotate
+from tq_hf.quantizer import rotation
+from tq_hf.quantizer.rotation import hadamard_signs, orthogonal_matrix, rotate, unrotate
 
 DIMS = list(range(32, 257, 32))
 

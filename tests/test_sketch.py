@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tq_hf import rotation
-from tq_hf import sketch as module
-from tq_hf.rotation import orthogonal_matrix
-from tq_hf.sketch import sign_weight, sketch, unsketch
+from tq_hf.quantizer import rotation
+from tq_hf.quantizer import sketch as module
+from tq_hf.quantizer.rotation import orthogonal_matrix
+from tq_hf.quantizer.sketch import sign_weight, sketch, unsketch
 
 DIMS = (32, 64, 96, 128, 256)
 

@@ -1,8 +1,10 @@
-"""`tq_hf.streaming` and `tq_hf.conversation`: a stream is `generate()`'s own tokens, and its cache goes on afterwards."""
+"""Streams and conversations: a stream is `generate()`'s own tokens, and its cache goes on afterwards."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +16,9 @@ from tests import tiny_models
 from tests.word_model import save_word_model, words
 from tq_hf import TurboQuantCache
 from tq_hf.commands import RequestError
-from tq_hf.comparison import cache_argument, cache_nbytes
-from tq_hf.conversation import Conversation, encode_chat
-from tq_hf.streaming import Stream, cache_size
+from tq_hf.generation.comparison import cache_argument, cache_nbytes
+from tq_hf.generation.conversation import Conversation, encode_chat
+from tq_hf.generation.streaming import Stream, cache_size
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}
 GREEDY = {"do_sample": False, "suppress_tokens": [2]}  # no end before its time
@@ -138,6 +140,44 @@ def test_a_stream_that_never_started_changes_nothing(loaded: tuple[Any, Any]) ->
     assert cache.get_seq_length() == 0
 
 
+def test_a_stream_that_nobody_holds_ends_and_lets_its_cache_go(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    stream = Stream(model, tokenizer, prompt(), caches(model)[1], max_new_tokens=50, **GREEDY)
+    next(stream)
+    cache, thread = weakref.ref(stream.cache), stream._thread
+    del stream
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    gc.collect()
+    assert cache() is None
+
+
+def test_a_models_own_wish_for_beams_or_no_cache_is_overruled(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    wanted = plain(model, prompt(), caches(model)[0], 5)
+    monkeypatch.setattr(model.generation_config, "num_beams", 4)
+    monkeypatch.setattr(model.generation_config, "use_cache", False)
+    with Stream(model, tokenizer, prompt(), caches(model)[0], max_new_tokens=5, **GREEDY) as stream:
+        assert [event.token for event in stream] == wanted
+    assert stream.cache.get_seq_length() == len(stream.held) == 84
+
+
+def test_a_token_that_cannot_be_decoded_still_counts(loaded: tuple[Any, Any]) -> None:
+    class Failing:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            if len(tokens) == 2:
+                raise KeyError("no such token")
+            return ""
+
+    stream = Stream(loaded[0], Failing(), prompt(), caches(loaded[0])[1], max_new_tokens=9, **GREEDY)
+    with pytest.raises(KeyError), stream:
+        list(stream)
+    assert stream.cache.get_seq_length() == len(stream.held)
+
+
 def test_an_error_reaches_the_consumer_and_empties_the_cache(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +205,10 @@ def test_an_error_reaches_the_consumer_and_empties_the_cache(
         (torch.ones(1, 0, dtype=torch.long), {}, r"shape \(1, 0\)"),
         (prompt(4), {"max_new_tokens": 0}, "max_new_tokens=0"),
         (prompt(4), {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens cannot be streamed"),
+        (prompt(4), {"assistant_early_exit": 1}, "assistant_early_exit cannot be streamed"),
+        (prompt(4), {"num_beams": 2}, "num_beams cannot be streamed: expected one sequence"),
+        (prompt(4), {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences cannot be streamed"),
+        (prompt(4), {"use_cache": False}, "use_cache=False cannot be streamed"),
     ],
 )
 def test_requests_that_cannot_be_streamed(

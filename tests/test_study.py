@@ -24,7 +24,7 @@ from eval.stored import StoredResults
 from eval.study_config import FOLDER
 from tests.word_model import DATA, save_word_model
 from tq_hf import PRESETS, TurboQuantCache
-from tq_hf.comparison import TextScores, cache_argument, cache_nbytes
+from tq_hf.generation.comparison import TextScores, cache_argument, cache_nbytes
 
 PUBLISHED = "4bit_nc, as published"
 CONFIGS: dict[str, dict[str, Any]] = {

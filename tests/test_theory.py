@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tq_hf.codebooks import distortion
 from tq_hf.config import TurboQuantConfig
 from tq_hf.layout import padded_dim
+from tq_hf.quantizer.codebooks import distortion
+from tq_hf.quantizer.rotation import rotate
 from tq_hf.reference.codec import decode_page, encode_page, unpack_page
-from tq_hf.rotation import rotate
 
 BITS = (2, 3, 4)  # the widths that pack; one bit is in the key of a 2-bit `paper_prod`
 DIMS = (64, 128, 256)

@@ -13,12 +13,12 @@ from transformers import DynamicCache
 from tests.test_generate_sliding import logits_after, sliding_model
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache, TurboQuantConfig
-from tq_hf.at_once import AtOnceCache
-from tq_hf.chunks import first_page_tokens, text_chunks
-from tq_hf.comparison import cache_argument
-from tq_hf.scoring_mode import ScoringMode
-from tq_hf.sliding import SlidingLayer
-from tq_hf.token_scores import TokenScores, goes_on_in_chunks, score_tokens
+from tq_hf.generation.comparison import cache_argument
+from tq_hf.layers.sliding import SlidingLayer
+from tq_hf.scoring.at_once import AtOnceCache
+from tq_hf.scoring.chunks import first_page_tokens, text_chunks
+from tq_hf.scoring.mode import ScoringMode
+from tq_hf.scoring.token_scores import TokenScores, goes_on_in_chunks, score_tokens
 
 LENGTHS = (190, 141, 96, 20, 1)
 MODES = ("decode", "packed", "prefill=100")

@@ -20,19 +20,20 @@ from transformers import DynamicCache, PretrainedConfig, StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from . import cache_summary, loading, saving
 from .compat import reset_layer
 from .config import DEFAULT_PRESET, TurboQuantConfig
-from .hybrid_layer import HybridLayer
-from .layer import TurboQuantLayer
+from .files import loading, saving
+from .files.saving import model_facts
+from .layers.full import TurboQuantLayer
+from .layers.hybrid import HybridLayer
+from .layers.plan import decoder_config, plan
+from .layers.sliding import SlidingLayer, SlidingTable
+from .layers.stock import all_or_nothing, contents, move_stock
 from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
-from .model_layers import decoder_config, plan
-from .pages import BlockTable
-from .reports import CacheReport, stock_report
-from .rotary import rotary_of
-from .saving import model_facts
-from .sliding import SlidingLayer, SlidingTable
-from .stock_layers import all_or_nothing, contents, move_stock
+from .pages.table import BlockTable
+from .quantizer.rotary import rotary_of
+from .reporting import summary
+from .reporting.reports import CacheReport, stock_report
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +45,7 @@ class TurboQuantCache(DynamicCache):
         model.generate(**inputs, past_key_values=cache)
 
     Layers with full attention are packed, and without `max_cache_len` so are those with a sliding window, where that is
-    smaller. A layer of another kind (linear attention, latents, ...) keeps transformers' own class (`model_layers.py`).
+    smaller. A layer of another kind (linear attention, latents, ...) keeps transformers' own class (`layers/plan.py`).
     Boundary layers of presets that ask for them keep the model's dtype in the same pages, or transformers' own class if
     they have a window. A model none of whose layers can be packed works as with transformers' own cache, which is logged.
 
@@ -460,10 +461,10 @@ class TurboQuantCache(DynamicCache):
             )
 
     def __repr__(self) -> str:
-        return cache_summary.describe(self)
+        return summary.describe(self)
 
     def _repr_html_(self) -> str:
-        return cache_summary.as_html(self)
+        return summary.as_html(self)
 
 
 def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:

@@ -61,12 +61,13 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Loaded:
+def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bfloat16, **trust: Any) -> Loaded:
     """A model and its tokenizer.
 
     Args:
         name: a folder of `save_pretrained` or a hub id; None: the embedded model.
         dtype: the model's; bfloat16 is what packed bytes are compared with.
+        trust: for `from_pretrained`: which code, files and token may be used.
 
     Raises:
         RequestError: there is no such model, or it cannot be loaded.
@@ -74,9 +75,9 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bflo
     source, shown = _source(name)
     print(f"Loading {shown} ...", file=sys.stderr, flush=True)
     try:
-        AutoConfig.from_pretrained(source)  # where there is no model, this says so most clearly
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        AutoConfig.from_pretrained(source, **trust)  # where there is no model, this says so most clearly
+        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **trust)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
         raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
@@ -106,6 +107,8 @@ def load_config(name: str | None) -> PretrainedConfig:
             return config_of(Path(name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, RequestError) as error:
             raise RequestError(f"{name} is no model's config: {first_line(error)}") from error
+    if name is not None and name.endswith(".json"):
+        raise RequestError(f"the file {name} does not exist.")
     source, shown = _source(name)
     try:
         return AutoConfig.from_pretrained(source)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .display import html_table
 from .layout import PageLayout, require_format, require_page, require_rotation
+from .reporting.display import html_table
 
 CODEBOOKS = ("gaussian", "beta", "int8_grid")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +28,7 @@ class TurboQuantConfig:
         value_bits: 2, 3 or 4, for `min_max` also 8; ignored by `raw`.
         center_keys: subtract each page's mean key and keep it in the page's header (`lloyd_max` keys only).
         balance_keys: scale each key channel by a factor from the sequence's own queries and keys, and queries by its inverse
-            (`conditioning.py`; `lloyd_max` keys only).
+            (`quantizer/conditioning.py`; `lloyd_max` keys only).
         codebook: Lloyd-Max levels: `"gaussian"` for N(0, 1/d), `"beta"` for the exact marginal of a unit vector's
             coordinate, `"int8_grid"` for Gaussian levels on an 8-bit grid that integer tensor cores can multiply.
         rotation: what rotates `lloyd_max` and `qjl` vectors: `"hadamard"`, or `"qr"` (a random orthogonal matrix).
@@ -91,7 +91,7 @@ class TurboQuantConfig:
         return html_table(title, ["field", "value"], [[f.name, str(getattr(self, f.name))] for f in fields(self)])
 
     @classmethod
-    def from_preset(cls, preset: str | TurboQuantConfig, **overrides: Any) -> TurboQuantConfig:
+    def from_preset(cls, preset: str | TurboQuantConfig, /, **overrides: Any) -> TurboQuantConfig:
         """The preset of that name (or a config), with fields replaced by `overrides`.
 
         Raises:

@@ -1,6 +1,8 @@
-"""What a command refuses, without the imports that it takes to serve it."""
+"""What a command refuses, what it fails at, and how it says so."""
 
 from __future__ import annotations
+
+SMALLER = "take a shorter text, a preset with fewer bits, or a smaller model"  # what to do without memory
 
 
 class RequestError(Exception):
@@ -10,3 +12,10 @@ class RequestError(Exception):
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip() if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left: torch has a class for the one and a message for the other."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

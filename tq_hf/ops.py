@@ -15,16 +15,20 @@ S sink tokens, a ring of R = recent window + page slots and a block table of E e
 | entries | int32 [E, 2] | start position and token count of each entry, the same for all rows |
 | row_start | int32 [B] | position of each row's first token that is not padding |
 | counters | int32 [3] | tokens committed, first position not in a page, entries in use |
-| balance | fp32 [B, H, D] or None | factors of the key channels (`conditioning.py`); 0 for rows without a page |
+| balance | fp32 [B, H, D] or None | factors of the key channels (`quantizer/conditioning.py`); 0 for rows without a page |
 | query_energy | fp32 [B, H, D] | what the factors are made from |
 | flags | int32 [H] | what was stored differently from what was given (bits in `layout.py`) |
 
 Positions count from the start of the batch, left padding included, so that all rows advance together; those of a sliding
-layer from its table's origin (`sliding.py`), which may lie inside the first entry: that one's start is negative then, and
-what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host where that
-would wait for a GPU.
+layer from its table's origin (`layers/sliding.py`), which may lie inside the first entry: that one's start is negative
+then, and what it has before position 0 counts nowhere. Counters live on the device: nothing here reads them on the host
+where that would wait for a GPU.
 
 `torch.library.Library` is used directly, because a call through `torch.library.custom_op` costs ten times as much.
+
+What `commit` and `observe` take as `after` is not looked at: it tells the compiler that attention has read the state before
+they write to it. Inductor moves ops towards their users otherwise, attention behind `commit`, and then has to keep a copy of
+everything that `commit` overwrites: the whole cache, at every step.
 """
 
 from __future__ import annotations
@@ -55,12 +59,12 @@ _library.define(
 )
 _library.define(
     f"commit(Tensor key, Tensor value, {_WRITE}{_TABLE}Tensor(f!) counters, Tensor? balance, Tensor(g!) flags, Tensor? keep,"
-    " str layout, int recent_window, SymInt max_due) -> ()"
+    " str layout, int recent_window, SymInt max_due, Tensor? after=None) -> ()"
 )
 _library.define(
     "observe(Tensor? query, Tensor key, Tensor ring_key, Tensor row_start, Tensor counters, Tensor(a!) balance,"
     " Tensor(b!) query_energy, Tensor partner, Tensor partner_share, Tensor? keep, int page_size, int sinks,"
-    " int recent_window, bool center_keys) -> ()"
+    " int recent_window, bool center_keys, Tensor? after=None) -> ()"
 )
 _library.define(f"gather({_READ}str layout, SymInt length) -> (Tensor, Tensor)")
 
@@ -144,14 +148,20 @@ def _without_dispatcher(name: str, in_reference: Callable[..., Any]) -> Callable
     return call
 
 
+def _unordered(name: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of an op without its argument `after`."""
+    end = _position(name, "after")
+    return implementation if end is None else lambda *args: implementation(*args[:end])
+
+
 for _name, _reference, _fake in (
     ("attend", reference.attend, _attend_fake),
     ("observe", reference.observe, _no_result),
     ("commit", reference.commit, _no_result),
     ("gather", reference.gather, _gather_fake),
 ):
-    _library.impl(_name, _reference, "CPU")
-    _library.impl(_name, _on_cuda(_name, _reference), "CUDA")
+    _library.impl(_name, _unordered(_name, _reference), "CPU")
+    _library.impl(_name, _unordered(_name, _on_cuda(_name, _reference)), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
 attend = _without_dispatcher("attend", reference.attend)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tq_hf.commands import Loaded, RequestError
-from tq_hf.comparison import Progress
+from tq_hf.generation.comparison import Progress
 
 from ..settings import Setting, select
 from ..stored import StoredResults

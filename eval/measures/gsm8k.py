@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from tq_hf.attention import ATTENTION_NAME
 from tq_hf.commands import RequestError
-from tq_hf.comparison import Progress
+from tq_hf.generation.comparison import Progress
 
 from ..data import GSM8K, require_files
 from ..results import described, markdown

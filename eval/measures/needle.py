@@ -19,8 +19,8 @@ from transformers import DynamicCache
 from tq_hf import TurboQuantCache
 from tq_hf.attention import ATTENTION_NAME
 from tq_hf.commands import RequestError
-from tq_hf.comparison import Progress, cache_argument
-from tq_hf.scoring_mode import tokens_in_pages
+from tq_hf.generation.comparison import Progress, cache_argument
+from tq_hf.scoring.mode import tokens_in_pages
 
 from ..bos import starts_with_bos
 from ..results import described, markdown

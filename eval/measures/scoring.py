@@ -10,16 +10,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tq_hf import ATTENTION_NAME, TurboQuantCache
-from tq_hf.chunks import text_chunks
-from tq_hf.comparison import Progress, TextScores, score_texts
+from tq_hf.generation.comparison import Progress, TextScores, score_texts
 from tq_hf.layout import PageLayout
-from tq_hf.page_by_page import pages_at_once
+from tq_hf.scoring.chunks import text_chunks
+from tq_hf.scoring.page_by_page import pages_at_once
 
 from .. import simulated_cache
 from ..settings import Setting
 from ..simulated_cache import SimulatedCache
 
 Result = dict[str, Any]
+TOKENS_AT_ONCE = 8192  # in a pass, over all windows: logits of a vocabulary of 150,000 take 2.5 GB in bfloat16
 
 
 def lockstep_batches(settings: Sequence[Setting], length: int, most: int) -> list[list[Setting]]:
@@ -65,7 +66,7 @@ def score(
             )
     caches = [setting.new_cache(model.config) for setting in settings]
     config = settings[0].config
-    chunks = text_chunks(ids.shape[1], config, pages=pages_at_once(model, len(ids), config))
+    chunks = text_chunks(ids.shape[1], config, pages=pages_at_once(model, TOKENS_AT_ONCE // len(ids), config))
     exact = DynamicCache(config=model.config)
     return list(zip(score_texts(model, ids, exact, caches, chunks, progress), caches))
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tq_hf.commands import RequestError
-from tq_hf.comparison import Progress, TextScores
+from tq_hf.generation.comparison import Progress, TextScores
 
 from ..bos import BOS_CHOICES, starts_with_bos
 from ..data import wikitext

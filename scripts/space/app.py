@@ -11,4 +11,4 @@ with contextlib.suppress(ImportError):
 from tq_hf.demo import build, launch
 
 if __name__ == "__main__":
-    launch(build())
+    launch(build(public=True))

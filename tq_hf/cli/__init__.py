@@ -6,6 +6,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import RequestError, first_line
+from ..errors import SMALLER, RequestError, first_line, is_out_of_memory
 from . import bench, chat, demo, estimate, generate, lm_eval, presets
 from .output import say
 
@@ -63,12 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("\nInterrupted.")
         return 130
     except BrokenPipeError:  # the reader of our output (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except Exception as error:
         if (usage := getattr(error, "format_message", None)) is not None:
-            say(f"error: {usage().rstrip('.')} (--help lists the options).")
+            if message := usage().rstrip("."):  # none where there was no command: the help has been printed
+                say(f"error: {message} (--help lists the options).")
             return 2
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            say(f"error: {first_line(error)}: make room on the disk.")
+            _drop_output()
+            return 1
         if is_out_of_memory(error):
             say(f"error: out of memory ({first_line(error).rstrip('.')}): {SMALLER}.")
             return 1
@@ -76,11 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-SMALLER = "take a shorter text, a preset with fewer bits, or a smaller model"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left: torch has a class for the one and a message for the other."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def _drop_output() -> None:
+    """What standard output still has to write goes nowhere, so that the interpreter does not fail at it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError
+from ..errors import RequestError, is_out_of_memory
 from . import options
 from .output import print_json, print_table, say, size
 
@@ -52,7 +52,7 @@ def bench(
         raise RequestError(f"--context {short[0]} is not possible: expected at least 1.")
     loaded = options.load_model(model, device, dtype)
     from ..commands import versions
-    from ..conversation import context_length
+    from ..generation.conversation import context_length
 
     limit = context_length(loaded.model.config)
     # Without --context, what fits into the model's.
@@ -100,8 +100,7 @@ def _prompt(loaded: Loaded, tokens: int) -> Tensor:
 
 def _measure(loaded: Loaded, name: str, ids: Tensor, new_tokens: int) -> dict[str, Any]:
     """One cache at one context: a warm-up, then the run that counts. `oom` where memory does not suffice."""
-    from ..comparison import cache_nbytes, generate_timed
-    from . import is_out_of_memory
+    from ..generation.comparison import cache_nbytes, generate_timed
 
     try:
         generate_timed(loaded.model, ids, options.new_cache(loaded.model.config, name), min(WARM_UP, new_tokens))

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RequestError, first_line
+from ..errors import SMALLER, RequestError, first_line, is_out_of_memory
 from . import options
 from .generate import against_bf16
 from .output import print_json, print_table, say, size
 
 if TYPE_CHECKING:
-    from ..conversation import Conversation, Message
-    from ..streaming import Stream
+    from ..generation.conversation import Conversation, Message
+    from ..generation.streaming import Stream
 
 HELP = "/stats shows the cache, /reset starts anew, /exit or Ctrl-D ends; Ctrl-C stops an answer."
 
@@ -45,7 +45,7 @@ def chat(
     changes = options.changes(set_)
     options.require_cache(cache, changes)
     loaded = options.load_model(model, device, dtype)
-    from ..conversation import Conversation, encode_chat
+    from ..generation.conversation import Conversation, encode_chat
 
     first = [{"role": "system", "content": system}] if system else []
     # Says now that there is no chat template, or that it takes no system message.
@@ -103,7 +103,7 @@ class _Session:
             say(HELP if line == "/help" else f"{line} is unknown. {HELP}")
 
     def stats(self) -> None:
-        from ..streaming import cache_size
+        from ..generation.streaming import cache_size
 
         held, taken = len(self.conversation.held), cache_size(self.conversation.cache)
         if self.as_json:
@@ -137,8 +137,6 @@ class _Session:
             say("\nStopped before the answer began: this turn is taken back.")
             return
         except (RuntimeError, MemoryError) as error:
-            from . import SMALLER, is_out_of_memory
-
             if not is_out_of_memory(error):
                 raise
             say(f"out of memory ({first_line(error).rstrip('.')}): this turn is taken back; /reset, or {SMALLER}.")
@@ -159,7 +157,7 @@ class _Session:
         return False
 
     def finish(self, stream: Stream, stopped: bool) -> None:
-        from ..streaming import cache_size
+        from ..generation.streaming import cache_size
 
         taken = cache_size(self.conversation.cache)
         held = len(self.conversation.held)

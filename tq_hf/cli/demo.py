@@ -12,13 +12,15 @@ from ..errors import RequestError, first_line
 from . import options
 from .output import say
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 def demo(
     model: options.Model = None,
     cache: options.Cache = "tq4",
     device: options.Device = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 for all of the machine's addresses.")
+        str, typer.Option(help="Where to listen; 0.0.0.0: all addresses. Visitors from elsewhere may name no folders.")
     ] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1, max=65535, show_default="the first free one from 7860 on")] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
@@ -39,7 +41,7 @@ def demo(
     from ..demo import build, launch
 
     quiet()
-    blocks = build(choose_device(device), model or "", cache)
+    blocks = build(choose_device(device), model or "", cache, public=host not in LOOPBACK)
     try:
         _, address, _ = launch(
             blocks, server_name=host, server_port=port, inbrowser=open_browser, prevent_thread_lock=True, quiet=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from .options import Dtype, Json, Set, changes, dtype_of
 from .output import print_json, print_table, size
 
 if TYPE_CHECKING:
-    from ..estimate import MemoryEstimate
+    from ..sizing.estimate import MemoryEstimate
 
 OWN = ("tq4", "tq3", "tq3v2", "tq2")
 
@@ -52,14 +53,16 @@ def estimate(
 
     tq_hf estimate --config ./config.json --preset tq2 --batch 16 --json
     """
-    if gpu is not None and not gpu > 0:
+    if gpu is not None and not 0 < gpu < math.inf:
         raise RequestError(f"--gpu {gpu:g} is not possible: expected the GPU's memory in GiB, more than 0.")
+    if weight_bits is not None and not weight_bits < math.inf:
+        raise RequestError(f"--weight-bits {weight_bits:g} is not possible: expected bits a weight, e.g. 4.")
     from ..commands import load_config, quiet
 
     quiet()
     loaded = load_config(config)
-    options = {"new_tokens": new_tokens, "max_cache_len": max_cache_len, **changes(set_)}
-    estimates = [_estimate(loaded, name, context, batch, dtype, options) for name in preset or OWN]
+    options, fields = {"new_tokens": new_tokens, "max_cache_len": max_cache_len}, changes(set_)
+    estimates = [_estimate(loaded, name, context, batch, dtype, options, fields) for name in preset or OWN]
     weights, room = estimates[0].weight_bytes, None
     if weights is not None and weight_bits is not None:
         weights = round(weights * weight_bits / (8 * dtype_of(dtype).itemsize))
@@ -89,12 +92,14 @@ def estimate(
 
 
 def _estimate(
-    config: Any, preset: str, context: int, batch: int, dtype: str, options: dict[str, Any]
+    config: Any, preset: str, context: int, batch: int, dtype: str, options: dict[str, Any], fields: dict[str, Any]
 ) -> MemoryEstimate:
-    from ..estimate import estimate_memory
+    from ..config import TurboQuantConfig
+    from ..sizing.estimate import estimate_memory
 
     try:
-        return estimate_memory(config, preset, context, batch, dtype_of(dtype), **options)
+        TurboQuantConfig.from_preset(preset, **fields)  # a field that is an argument of `estimate_memory` is none
+        return estimate_memory(config, preset, context, batch, dtype_of(dtype), **options, **fields)
     except ValueError as error:
         raise RequestError(str(error)) from error
 

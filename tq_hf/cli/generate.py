@@ -11,7 +11,7 @@ from . import options
 from .output import print_json, say, size
 
 if TYPE_CHECKING:
-    from ..streaming import CacheSize, Stream
+    from ..generation.streaming import CacheSize, Stream
 
 
 def generate(
@@ -45,8 +45,8 @@ def generate(
     loaded = options.load_model(model, device, dtype)
     held = options.new_cache(loaded.model.config, cache, **changes)
 
-    from ..conversation import encode_prompt, room_for
-    from ..streaming import Stream, cache_size
+    from ..generation.conversation import encode_prompt, room_for
+    from ..generation.streaming import Stream, cache_size
 
     if plain:
         ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"]

@@ -151,7 +151,10 @@ def sampling(temperature: float, top_p: float, seed: int | None) -> dict[str, An
     if seed is not None:
         import torch
 
-        torch.manual_seed(seed)
+        try:
+            torch.manual_seed(seed)
+        except (ValueError, RuntimeError) as error:
+            raise RequestError(f"--seed {seed} is not possible: expected an integer of 64 bits.") from error
     if temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -82,13 +83,39 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Building a model, or the config alone (labels), takes an object for each of these, on the meta device too.
+_LAYERS = re.compile(r"layer|depth|block|stage", re.IGNORECASE)
+_COUNT = re.compile(rf"{_LAYERS.pattern}|label|expert|head|codebook", re.IGNORECASE)
+_SIZE = re.compile(r"size|dim|width|token|period|offset|_ids?$", re.IGNORECASE)  # costs nothing there
+MAX_LAYERS, MAX_COUNT, MAX_NESTING = 256, 1 << 14, 8
+
+
+def require_countable(settings: Any, nesting: int = 0) -> None:
+    """Refuse a stranger's `config.json` that would take minutes or all of the memory to build.
+
+    Raises:
+        ValueError: which number is too large, or nesting that no config has.
+    """
+    if nesting > MAX_NESTING:
+        raise ValueError(f"it is nested more than {MAX_NESTING} deep: expected a model's config.json.")
+    entries = settings.items() if isinstance(settings, dict) else ((None, value) for value in settings)
+    for name, value in entries:
+        if isinstance(value, (dict, list)):
+            require_countable(value, nesting + 1)
+        elif isinstance(value, int) and name is not None and _COUNT.search(name) and not _SIZE.search(name):
+            most = MAX_LAYERS if _LAYERS.search(name) else MAX_COUNT
+            if value > most:
+                raise ValueError(f"{name} is {value:.6g}: expected at most {most}.")
+
+
 def config_of(settings: dict[str, Any]) -> PretrainedConfig:
     """The config object for what a `config.json` holds.
 
     Raises:
-        ValueError: no `model_type`, or one that transformers does not know.
+        ValueError: no `model_type`, one that transformers does not know, or numbers beyond what can be counted.
     """
-    settings = dict(settings)
+    require_countable(settings)
+    settings = {name: value for name, value in settings.items() if name != "auto_map"}  # code from elsewhere
     model_type = settings.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ValueError("there is no model_type in it: expected a model's whole config.json.")

@@ -53,7 +53,7 @@ def line_chart(
     filled: bool = True,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Lines from (0 or the first x, 0).
+    """Lines from (0 or the first x, 0). A single point is drawn as a level.
 
     Args:
         title: above the chart; with the lines' last values it is also what a screen reader says.
@@ -72,9 +72,12 @@ def line_chart(
 
     shapes = []
     for line in lines:
-        path = " ".join(f"{place(x):.1f},{HEIGHT * (1 - y / top):.1f}" for x, y in thin(line.points))
+        drawn = [(place(x), HEIGHT * (1 - y / top)) for x, y in thin(line.points)]
+        if left == right:
+            drawn = [(0.0, drawn[0][1]), (WIDTH, drawn[0][1])]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         if filled:
-            ends = place(line.points[0][0]), place(line.points[-1][0])
+            ends = drawn[0][0], drawn[-1][0]
             shapes.append(
                 f'<polygon class="{line.css}" points="{ends[0]:.1f},{HEIGHT} {path} {ends[1]:.1f},{HEIGHT}"/>'
             )

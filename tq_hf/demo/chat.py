@@ -10,9 +10,9 @@ from typing import Any
 
 import gradio as gr
 
-from ..conversation import Message
-from ..estimate import MemoryEstimate
-from ..streaming import CacheSize, StreamEvent
+from ..generation.conversation import Message
+from ..generation.streaming import CacheSize, StreamEvent
+from ..sizing.estimate import MemoryEstimate
 from . import panels
 from .handbook import chapters
 from .panels import Growth, buttons
@@ -25,7 +25,10 @@ EXAMPLES = [
 ]
 DOCUMENT = chapters(1, 2, 4)
 MESSAGE_CHARACTERS = 60_000
+WAITING = "Waiting for the model …"
+NEW_CHAT = "A new chat: the cache is empty."
 BREAK = "\n\n---\n\n"  # between the document and the first question
+SHOWN = "shown"  # of a message that holds the document as well: the question alone
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Chat:
         loaded = self.models.get(model)
         conversation = self.sessions.get(session_id).conversation_on(loaded, preset)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        with conversation.reply(messages, max_new_tokens, **sampling) as stream:
+        asked = [{"role": message["role"], "content": message["content"]} for message in messages]
+        with conversation.reply(asked, max_new_tokens, **sampling) as stream:
             prompt, shown = stream.input_ids.shape[1], 0.0
             growth: Growth = []
             event: StreamEvent | None = None
@@ -89,14 +93,17 @@ class Chat:
             return gr.skip(), gr.skip(), gr.skip(), panels.status(said), *buttons(True)
         if not text:
             return gr.skip(), gr.skip(), gr.skip(), panels.error("Write a message first."), *buttons(False)
+        message = {"role": "user", "content": text}
         if not messages and document.strip():
-            text = f"{document.strip()}{BREAK}{text}"
-        if len(text) > MESSAGE_CHARACTERS:
-            said = f"This message has {len(text):,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
+            message = {"role": "user", "content": f"{document.strip()}{BREAK}{text}", SHOWN: text}
+        if (length := len(message["content"])) > MESSAGE_CHARACTERS:
+            said = f"This message has {length:,} characters, more than {MESSAGE_CHARACTERS:,}: shorten it."
             return gr.skip(), gr.skip(), gr.skip(), panels.error(said), *buttons(False)
-        self.sessions.get(str(request.session_hash)).stop.clear()
-        messages = [*messages, {"role": "user", "content": text}]
-        return "", display(messages), messages, panels.status("Waiting for the model …"), *buttons(True)
+        messages = [*messages, message]
+        session = self.sessions.get(str(request.session_hash))
+        session.stop.clear()
+        session.waiting = messages
+        return "", display(messages), messages, panels.status(WAITING), *buttons(True)
 
     def respond(
         self,
@@ -114,6 +121,7 @@ class Chat:
             yield (gr.skip(),) * 9
             return
         session = self.sessions.get(session_id)
+        session.waiting = []
         if len(messages) == 1:
             growth = []
         answer: Answer | None = None
@@ -126,10 +134,12 @@ class Chat:
                     if session.stop.is_set():
                         break
         except Exception as error:
-            yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.error(explain(error)), *buttons(False)
-            return
-        if session.over:  # a new chat has begun meanwhile, and the page shows that one
-            yield gr.skip(), [], gr.skip(), gr.skip(), "", "", gr.skip(), *buttons(False)
+            if not session.over:
+                said = panels.error(explain(error))
+                yield *taken_back(messages), growth, gr.skip(), gr.skip(), said, *buttons(False)
+                return
+        if session.over:
+            yield self._as_it_is(session_id, model, preset)
             return
         if answer is None:
             yield *taken_back(messages), growth, gr.skip(), gr.skip(), panels.status("Stopped."), *buttons(False)
@@ -150,6 +160,14 @@ class Chat:
             *buttons(False),
         )
 
+    def _as_it_is(self, session_id: str, model: str, preset: str) -> tuple[Any, ...]:
+        """A new chat has begun meanwhile, and this answer's last words may have been painted over it: paint it again. Its
+        first question may be waiting already; messages and growth are its own, and stay."""
+        waiting = self.sessions.waiting(session_id)
+        said = panels.status(WAITING if waiting else NEW_CHAT)
+        meter = self.promise([], model, preset)
+        return gr.skip(), display(waiting), gr.skip(), gr.skip(), meter, "", said, *buttons(bool(waiting))
+
     def _shown(self, messages: list[Message], growth: Growth, preset: str, answer: Answer) -> tuple[Any, ...]:
         chat = display([*messages, {"role": "assistant", "content": answer.text}])
         meter, said = self._meter(growth, preset, answer), panels.status("Writing …")
@@ -165,18 +183,22 @@ class Chat:
         self.sessions.get(str(request.session_hash)).stop.set()
         return panels.status("Stopping …")
 
-    def restart(self, request: gr.Request) -> tuple[Any, ...]:
-        """Values for chat, messages, growth, meter, chart, status."""
+    def promise(self, messages: list[Message], model: str, preset: str) -> Any:
+        """HTML of the counters as long as there is nothing to count: what a full context is going to take."""
+        if messages or (loaded := self.models.ready(model)) is None:
+            return gr.skip() if messages else ""
+        full = self.models.at_full_context(loaded, preset)
+        return panels.promise(preset, full) if full else ""
+
+    def restart(self, model: str, preset: str, request: gr.Request) -> tuple[Any, ...]:
+        """Values for chat, messages, growth, meter, chart, status, send, stop."""
         self.sessions.drop(str(request.session_hash))
-        return [], [], [], "", "", panels.status("A new chat: the cache is empty.")
+        return [], [], [], self.promise([], model, preset), "", panels.status(NEW_CHAT), *buttons(False)
 
 
 def display(messages: list[Message]) -> list[Message]:
     """The chat as it is shown: of the first message the question, for the document has its own place."""
-    shown = [dict(message) for message in messages]
-    for message in shown[:1]:
-        message["content"] = message["content"].rpartition(BREAK)[2]
-    return shown
+    return [{"role": message["role"], "content": message.get(SHOWN, message["content"])} for message in messages]
 
 
 def taken_back(messages: list[Message]) -> tuple[str, list[Message], list[Message]]:
@@ -188,12 +210,12 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
     """Lay the page out. `model` and `preset` are shared with the other pages."""
     handlers = Chat(models, sessions)
     messages, growth = gr.State([]), gr.State([])
-    meter = gr.HTML("", elem_id="meter")
+    meter = gr.HTML(handlers.promise([], model.value, preset.value), elem_id="meter")
     with gr.Row(equal_height=False):
         with gr.Column(scale=3, min_width=320):
             chat = gr.Chatbot(
-                label="Chat", height=400, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
-                placeholder="Ask about the handbook of the tide station, or change the text below.",
+                label="Chat", height=280, layout="bubble", buttons=["copy"], allow_tags=False, elem_id="chat",
+                placeholder="Ask about the handbook of the tide station, or open “The text you talk about” and change it.",
             )  # fmt: skip
             box = gr.Textbox(label="Message", placeholder="Ask something …", lines=1, max_lines=8, elem_id="message")
             with gr.Row(elem_classes="tq-buttons"):
@@ -221,10 +243,13 @@ def chat_page(models: Models, sessions: Sessions, model: gr.Textbox, preset: gr.
         handlers.respond,
         [messages, growth, model, preset, limit, temperature],
         [box, chat, messages, growth, meter, chart, status, send, stop],
-        concurrency_id="model", concurrency_limit=1, **quiet,
+        concurrency_id="model", concurrency_limit=1,
+        trigger_mode="multiple",  # the page drops the question of a new chat otherwise while the old answer is ending
+        **quiet,
     )  # fmt: skip
     stop.click(handlers.stop, None, status, queue=False, **quiet)
     gr.on(
         [new.click, chat.clear], handlers.restart,
-        None, [chat, messages, growth, meter, chart, status], queue=False, **quiet,
+        [model, preset], [chat, messages, growth, meter, chart, status, send, stop], queue=False, **quiet,
     )  # fmt: skip
+    preset.change(handlers.promise, [messages, model, preset], meter, queue=False, **quiet)

@@ -13,16 +13,16 @@ from transformers import PretrainedConfig
 
 from ..commands import RequestError, first_line
 from ..config import PRESETS
-from ..estimate import MemoryEstimate, estimate_memory
+from ..sizing.estimate import MemoryEstimate, estimate_memory
 from . import panels
-from .architectures import ARCHITECTURES, config_of
+from .architectures import ARCHITECTURES, MAX_LAYERS, config_of
 from .charts import Bar, bar_chart, mib
 from .serving import EXACT, Models, explain
 
 LOADED, PASTED = "The loaded model", "A pasted config.json"
 SHOWN_PRESETS = [name for name in PRESETS if name != "raw"]
 WEIGHT_BITS = {"bf16": 16, "8 bits": 8, "4 bits": 4, "not on this GPU": 0}
-MAX_LAYERS, MAX_CONTEXT, MAX_BATCH, MAX_GIB = 1024, 1 << 24, 1 << 16, 1 << 16
+MAX_CONTEXT, MAX_BATCH, MAX_GIB = 1 << 24, 1 << 16, 1 << 16
 MAX_CONFIG_CHARACTERS = 200_000
 
 
@@ -84,8 +84,8 @@ def parse_config(text: str) -> PretrainedConfig:
         raise RequestError(f"This text has {len(text):,} characters, too many for a config.json.")
     try:
         settings = json.loads(text)
-    except ValueError as error:
-        raise RequestError(f"This is no JSON: {first_line(error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"This is no JSON of a config: {first_line(error)}.") from error
     if not isinstance(settings, dict):
         raise RequestError("This is no config.json: expected an object, from { to }.")
     settings.pop("quantization_config", None)  # of the weights, which are counted at the chosen width

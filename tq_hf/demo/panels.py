@@ -8,8 +8,8 @@ from typing import Any
 
 import gradio as gr
 
-from ..estimate import MemoryEstimate
-from ..streaming import CacheSize
+from ..generation.streaming import CacheSize
+from ..sizing.estimate import MemoryEstimate
 from .charts import Line, line_chart, mib
 
 SHORT = "short texts: the exact window is allocated at once"
@@ -37,6 +37,17 @@ def size_counters(preset: str, size: CacheSize, tokens: int, speed: float, full:
         + later
         + counter("tokens packed", packed, data=f'data-tokens="{tokens}"')
         + counter("speed", f"{speed:.1f}" if speed else "–", "tokens/s")
+        + "</div>"
+    )
+
+
+def promise(preset: str, full: MemoryEstimate) -> str:
+    """What a chat is going to save, before it has begun."""
+    return (
+        '<div class="tq-counters">'
+        + counter(f"{preset} cache at {full.context:,} tokens", mib(full.nbytes), css="tq-packed")
+        + counter("in bf16", mib(full.bytes_dynamic), css="tq-exact")
+        + counter("smaller", f"{full.ratio:.2f}×", css="tq-hero")
         + "</div>"
     )
 

@@ -8,21 +8,22 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from .. import embedded_model
 from ..cache import TurboQuantCache
-from ..cli import is_out_of_memory
 from ..commands import HUB_ID, Loaded, RequestError, first_line, load
 from ..config import PRESETS
-from ..conversation import Conversation, context_length
-from ..estimate import MemoryEstimate, estimate_memory
+from ..errors import is_out_of_memory
+from ..generation.conversation import Conversation, Message, context_length
+from ..sizing.estimate import MemoryEstimate, estimate_memory
+from .architectures import require_countable
 
 EXACT = "bf16"  # the choice beside the presets: transformers' own cache
 MAX_MODELS = 2
@@ -59,11 +60,31 @@ def new_cache(model: Any, preset: str) -> Any:
         raise RequestError(first_line(error)) from error
 
 
-class Models:
-    """Models that visitors ask for. The embedded one stays, of others the one used last."""
+# How a stranger's choice is loaded: no code, no pickles, and not with the owner's rights on the hub.
+UNTRUSTED: dict[str, Any] = {"trust_remote_code": False, "use_safetensors": True, "token": False}
 
-    def __init__(self, device: torch.device, loader: Callable[..., Loaded] = load) -> None:
-        self.device, self._loader = device, loader
+
+class Models:
+    """Models that visitors ask for. The embedded one stays, of others the one used last.
+
+    Args:
+        device: where they run.
+        loader: as `load`.
+        own: the hub id or folder that whoever serves the page has chosen.
+        public: visitors are strangers: no folders of this machine, and of the hub only what is `UNTRUSTED`.
+        dropped: called with a model that has to go, so that nothing else keeps it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        loader: Callable[..., Loaded] = load,
+        *,
+        own: str = "",
+        public: bool = False,
+        dropped: Callable[[Loaded], None] = lambda _: None,
+    ) -> None:
+        self.device, self._loader, self._own, self._public, self._dropped = device, loader, own, public, dropped
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._lock = threading.Lock()
         self._full: dict[tuple[str, str], MemoryEstimate] = {}
@@ -74,14 +95,23 @@ class Models:
         Raises:
             RequestError: there is no such model, it cannot be loaded, or it is too large for this machine.
         """
-        name = name.strip()
+        name = self._key(name)
         with self._lock:
             if name not in self._loaded:
                 for other in [other for other in self._loaded if other][: len(self._loaded) - MAX_MODELS + 1]:
-                    del self._loaded[other]
+                    self._dropped(self._loaded.pop(other))
                 self._loaded[name] = self._load(name)
             self._loaded.move_to_end(name)
             return self._loaded[name]
+
+    def ready(self, name: str) -> Loaded | None:
+        """The model of that name if it is loaded; waits for nothing."""
+        return self._loaded.get(self._key(name))
+
+    @staticmethod
+    def _key(name: str) -> str:
+        name = name.strip()
+        return "" if name == embedded_model.NAME else name
 
     def at_full_context(self, loaded: Loaded, preset: str) -> MemoryEstimate | None:
         """What a cache takes when the model's context is full; None where nobody knows how long that is."""
@@ -97,19 +127,25 @@ class Models:
 
     def _load(self, name: str) -> Loaded:
         try:
+            trust = UNTRUSTED if self._public and name not in ("", self._own) else {}
+            if trust and (Path(name).exists() or not HUB_ID.fullmatch(name)):
+                raise RequestError(f"{name} is no hub id: expected one such as Qwen/Qwen3-0.6B.")
             if name:
-                self._require_memory(name)
-            return self._loader(name or None, self.device)
+                self._require_memory(name, trust)
+            return self._loader(name or None, self.device, **trust)
         except RequestError as error:
             offer = f" Leave the field empty for {embedded_model.NAME}." if name else ""
             raise RequestError(f"{error}{offer}") from error
 
-    def _require_memory(self, name: str) -> None:
+    def _require_memory(self, name: str, trust: dict[str, Any]) -> None:
         """Before anything large is fetched: what a model takes is known from its config."""
         if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
             return  # the loader says so
         try:
-            weights = estimate_memory(AutoConfig.from_pretrained(name), context=1).weight_bytes
+            if trust:
+                require_countable(PretrainedConfig.get_config_dict(name, token=False)[0])
+            config = AutoConfig.from_pretrained(name, **trust)
+            weights = estimate_memory(config, context=1).weight_bytes
         except (OSError, ValueError) as error:  # not the loader again, which would wait for the network as long
             raise RequestError(f"no model could be loaded from {name}: {first_line(error)}") from error
         free = free_bytes(self.device)
@@ -130,11 +166,12 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass
 class Session:
-    """One visitor: the conversation on the model and preset that were used last, whether Stop was pressed, and whether it
-    is over (the visitor has left, or began a new chat)."""
+    """One visitor: the conversation on the model and preset that were used last, whether Stop was pressed, the chat whose
+    last question waits for its turn, and whether it is over (the visitor has left, or began a new chat)."""
 
     stop: threading.Event
     over: bool = False
+    waiting: list[Message] = field(default_factory=list)
     key: tuple[str, str] | None = None
     conversation: Conversation | None = None
 
@@ -174,6 +211,19 @@ class Sessions:
         if session is not None:
             session.over = True
             session.stop.set()
+
+    def waiting(self, session_id: str) -> list[Message]:
+        """The visitor's chat if its last question waits for its turn; nothing for who has left."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            return session.waiting if session is not None else []
+
+    def forget(self, loaded: Loaded) -> None:
+        """No conversation keeps this model in memory."""
+        with self._lock:
+            for session in self._sessions.values():
+                if session.conversation is not None and session.conversation.model is loaded.model:
+                    session.conversation = None
 
     def __len__(self) -> int:
         return len(self._sessions)

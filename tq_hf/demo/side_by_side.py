@@ -13,12 +13,12 @@ from typing import Any
 import gradio as gr
 import torch
 
-from ..chunks import first_page_tokens, text_chunks
 from ..commands import Loaded
-from ..comparison import score_texts
 from ..config import PRESETS
-from ..conversation import encode_chat, room_for
-from ..streaming import CacheSize, Stream
+from ..generation.comparison import score_texts
+from ..generation.conversation import encode_chat, room_for
+from ..generation.streaming import CacheSize, Stream
+from ..scoring.chunks import first_page_tokens, text_chunks
 from . import panels
 from .charts import Line, line_chart, mib
 from .handbook import chapters
@@ -206,24 +206,28 @@ def verdict(preset: str, race: Race) -> str:
     exact, packed = race.sides
     part = first_difference(exact.tokens, packed.tokens)
     ratio = exact.size.nbytes / packed.size.nbytes if packed.size.nbytes else 0.0
-    same = f"the same {len(exact.tokens)} tokens" if part is None else f"the first {part} tokens are the same"
-    return f"{preset}: {ratio:.2f} times less cache memory, {same}."
+    same = f"all {len(exact.tokens)} tokens are the same"
+    if part is not None:
+        same = f"token {part + 1} is the first that differs"
+    return f"{preset}: a cache {ratio:.2f} times smaller, {same}."
 
 
 def _card(name: str, css: str, side: Side, part: int | None) -> str:
     pieces = [escape(piece) for piece in side.pieces]
     if part is not None and part < len(pieces):
         title = f"the first different token, number {part + 1}"
-        word = pieces[part].lstrip() or "∅"  # the end, or nothing but space
-        space = pieces[part].removesuffix(word)
-        pieces[part] = f'{space}<mark title="{title}">{word}</mark>'
+        # A character of several tokens is whole only with the last of them.
+        at = next((i for i in range(part, len(pieces)) if pieces[i]), part)
+        word = pieces[at].lstrip() or "∅"  # the end, or nothing but space
+        space = pieces[at].removesuffix(word)
+        pieces[at] = f'{space}<mark title="{title}">{word}</mark>'
     tokens = side.growth[-1][0] if side.growth else 0
     speed = f"{side.tokens_per_s:.1f} tokens/s" if side.tokens_per_s else "–"
     held = f'<b data-nbytes="{side.size.nbytes}" data-tokens="{tokens}">{mib(side.size.nbytes)}</b>'
     return (
         f'<section class="tq-card {css}" aria-label="{escape(name)}"><header><h3>{escape(name)}</h3>'
         f"{held}<span>{speed}</span></header>"
-        f"<p>{''.join(pieces)}</p></section>"
+        f'<p dir="auto">{"".join(pieces)}</p></section>'
     )
 
 

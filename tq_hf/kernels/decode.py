@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..codebooks import int8_grid
 from ..layout import LANES, PageLayout
+from ..quantizer.codebooks import int8_grid
 from .packed import NOTHING
 from .products import (
     HIGH_BYTES,

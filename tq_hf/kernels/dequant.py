@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codebooks import levels
 from ..layout import LANES, PageLayout
+from ..quantizer.codebooks import levels
 
 # Dimensions up to which vectors are lists of small blocks: tuned as they are, and compiled in a few seconds.
 SMALL_DIMS = 128

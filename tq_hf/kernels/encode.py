@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import layout
-from ..codebooks import boundaries, levels
-from ..rotation import hadamard_signs
+from ..quantizer.codebooks import boundaries, levels
+from ..quantizer.rotation import hadamard_signs
 from .dequant import split_last4
 from .lanes import lane_word_offset, metadata_offset
 from .pieces import split_pieces

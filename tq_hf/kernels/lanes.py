@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..codebooks import levels
 from ..layout import GROUP_TOKENS, PageLayout
-from ..rotation import hadamard_signs
+from ..quantizer.codebooks import levels
+from ..quantizer.rotation import hadamard_signs
 from .launch import power_of_two
 
 CHUNK = 32

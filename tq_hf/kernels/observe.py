@@ -1,4 +1,5 @@
-"""Statistics for the balance of key channels (`tq_hf.conditioning`): a program a KV head, which leaves once it is known."""
+"""Statistics for the balance of key channels (`quantizer/conditioning.py`): a program a KV head, which leaves early once
+it is known."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..conditioning import KEY_FLOOR, QUERY_FLOOR, ROUNDING, SMALLEST
+from ..quantizer.conditioning import KEY_FLOOR, QUERY_FLOOR, ROUNDING, SMALLEST
 from .encode import split_last8
 from .lanes import block_dim, keep_bytes, on_device, row_pointers
 from .launch import launch, power_of_two

@@ -8,15 +8,7 @@ import triton.language as tl
 from .dequant import chunk_runs, fp8_pairs, split_last4
 from .pieces import block_count, block_offsets, lanes_first
 from .tiles import chunk_int8, lane_words, part
-from .warp import (
-    lane_of,
-    lane_xor,
-    multiply_fp16,
-    multiply_int8,
-    multiply_int8_by_bytes,
-    permute_bytes,
-    transpose,
-)
+from .warp import lane_of, lane_xor, multiply_fp16, multiply_int8, multiply_int8_by_bytes, permute_bytes, transpose
 
 HIGH_BYTES = tl.constexpr(0x7531)
 LOW_BYTES = tl.constexpr(0x6420)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import LANES, PageLayout
-from ..rotation import hadamard_signs
+from ..quantizer.rotation import hadamard_signs
 from .combine import combine
 from .decode import decode, int8_tables, steps
 from .dequant import level_tables, page_spec

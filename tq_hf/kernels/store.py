@@ -25,15 +25,7 @@ from .encode import (
     rotation_fragments,
     token_bits,
 )
-from .lanes import (
-    chunk_dims,
-    code_shift,
-    lane_word_offset,
-    load_factors,
-    metadata_offset,
-    row_pointers,
-    sign_shift,
-)
+from .lanes import chunk_dims, code_shift, lane_word_offset, load_factors, metadata_offset, row_pointers, sign_shift
 from .launch import launch
 from .pieces import as_pieces, lanes_first
 from .token_pieces import (

@@ -25,14 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dequant import INTERPRET, chunk_runs, interleave, load_now
 from .packed import NOTHING
-from .products import (
-    fp8_scores,
-    half_sums,
-    lane_column,
-    load_operand,
-    over_column,
-    sum_columns,
-)  # fmt: skip
+from .products import fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns
 from .query import LOG2_E
 from .rows import store_sums, sums_of_lane
 from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
@@ -44,7 +37,7 @@ from .warp import (
     pack_halves,
     permute_bytes,
     power_of_two,
-)  # fmt: skip
+)
 
 STAGES = tl.constexpr(3)  # copies are two tiles ahead
 TOO_LARGE = tl.constexpr(0x40004000)  # the bits of fp16 that numbers of at least 2, infinity and NaN have

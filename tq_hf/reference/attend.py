@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..conditioning import or_ones
 from ..layout import PageLayout
-from ..rotation import rotate, unrotate
-from ..sketch import sketch
+from ..quantizer.conditioning import or_ones
+from ..quantizer.rotation import rotate, unrotate
+from ..quantizer.sketch import sketch
 from .codec import PageContent, unpack_page
 from .state import TILE_TOKENS, page_tiles
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..codebooks import boundaries, levels
 from ..layout import GROUP_TOKENS, NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, VALUE_GROUP_DIMS, PageLayout, RunOrder
-from ..rotation import rotate, unrotate
-from ..sketch import sign_weight, sketch, unsketch
+from ..quantizer.codebooks import boundaries, levels
+from ..quantizer.rotation import rotate, unrotate
+from ..quantizer.sketch import sign_weight, sketch, unsketch
 from .packing import pack_codes, pack_metadata, unpack_codes, unpack_metadata
 
 FP16_MAX = 65504.0
@@ -64,7 +64,7 @@ def encode_page(
             enter the mean; so are vectors with a non-finite coordinate, each for itself.
         layout: the format.
         averaged: bool like `valid`: tokens that enter the mean if they are valid; None: all.
-        balance: fp32 `[..., key_dim]`, factors of the key channels (`tq_hf.conditioning`), or None.
+        balance: fp32 `[..., key_dim]`, factors of the key channels (`tq_hf.quantizer.conditioning`), or None.
 
     Returns:
         words int32 `[..., page_words]` and flags int32 `[...]` (`NON_FINITE_KEY`, `NON_FINITE_VALUE`, `SATURATED`).

@@ -1,11 +1,11 @@
-"""Statistics for the balance of key channels (`tq_hf.conditioning`), taken as tokens come in."""
+"""Statistics for the balance of key channels (`tq_hf.quantizer.conditioning`), taken as tokens come in."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..conditioning import ROUNDING, Partners, balance_factors
+from ..quantizer.conditioning import ROUNDING, Partners, balance_factors
 
 
 @torch.no_grad()

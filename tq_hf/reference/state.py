@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..conditioning import or_ones
 from ..layout import PageLayout
+from ..quantizer.conditioning import or_ones
 from .codec import decode_page, encode_page
 
 TILE_TOKENS = 1024

@@ -1,0 +1,424 @@
+"""`scripts/bench_generate.py` on the CPU, with a tiny model: cells, what is kept of them, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bars
+import bench_generate
+import pytest
+import torch
+from generate_bench import report, runs
+from generate_bench.caches import CACHES, DEFAULT, QUICK, BenchCache
+from generate_bench.capacity import decodes_with, largest
+from generate_bench.measure import failure, measure, prepare
+from generate_bench.process import Deadline, OutOfTime, WorkerProcess
+from generate_bench.profile import profile_step, traced
+from generate_bench.shapes import (
+    POINTS,
+    Point,
+    build_model,
+    estimated_needs,
+    model_config,
+    weight_bytes,
+    weight_bytes_read,
+)
+from generate_bench.worker import Worker
+
+from tq_hf import TurboQuantCache
+
+POINT = Point("2x300")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return build_model("tiny", "sdpa", torch.device("cpu"))
+
+
+def test_a_model_is_random_in_bfloat16_and_leaves_the_rng_alone() -> None:
+    before = torch.random.get_rng_state()
+    model = build_model("tiny", "sdpa", torch.device("cpu"))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert weight_bytes(model) - weight_bytes_read(model) == 2 * 99 * 64  # the embedding, which is not the output layer
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("8b", 8.03), ("1.5b", 1.54)])
+def test_shapes_have_as_many_weights_as_their_namesakes(shape: str, billions: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(shape))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == pytest.approx(billions * 1e9, rel=5e-3)
+    assert estimated_needs(shape, Point("1x1"), False).held == pytest.approx(2 * count + (3 << 30), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["DynamicCache", "StaticCache", "tq4", "tq4, static"])
+def test_a_cell(model: Any, name: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    cache = CACHES[name]
+    result = measure(model, prepare(model, cache, POINT), new_tokens=9)
+    assert len(result["steps_ms"]) == 8
+    assert result["tokens_per_s"] == pytest.approx(2 / result["step_s"]) and result["first_token_s"] > 0
+    assert result["prepare_s"] > 0
+    held = POINT.tokens + (128 if name == "StaticCache" else 8)
+    if not cache.packed:
+        assert result["cache_bytes"] == pytest.approx(2 * 2 * 2 * 2 * 2 * 16 * held, rel=0.01)  # K, V, rows, layers, heads
+    else:
+        assert 0.5 < result["packed_share"] < 1
+    assert ("graphs" in result) == cache.compiled
+    if cache.compiled:
+        assert result["graphs"] == 1 and result["graph_breaks"] == result["recompiled"] == 0
+
+
+def test_a_cell_that_reads_dequantized_copies_fails(model: Any) -> None:
+    cache = BenchCache("eager", CACHES["tq4"].make, "eager", packed=True)
+    with pytest.raises(RuntimeError, match="a handle was unpacked"):
+        measure(model, prepare(model, cache, POINT), new_tokens=3)
+
+
+def test_a_cell_that_packs_nothing_fails(model: Any) -> None:
+    cache = CACHES["tq4"]
+    with pytest.raises(RuntimeError, match="no page was packed"):
+        measure(model, prepare(model, cache, Point("1x20")), new_tokens=3)
+
+
+def test_a_cell_that_compiles_in_the_timed_run_is_marked(model: Any) -> None:
+    torch._dynamo.reset()
+    cache = CACHES["tq4, static"]
+    prepared = prepare(model, cache, POINT)
+    torch._dynamo.reset()
+    assert measure(model, prepared, new_tokens=3)["recompiled"] == 1
+
+
+def test_a_compiled_cell_that_is_not_compiled_fails(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: False)
+    with pytest.raises(RuntimeError, match="compiled nothing"):
+        measure(model, prepare(model, CACHES["tq4, static"], POINT), new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["DynamicCache", "tq4", "tq4, static"])
+def test_a_profile_has_the_parts_of_a_step(model: Any, name: str) -> None:
+    torch._dynamo.reset()
+    result = profile_step(model, prepare(model, CACHES[name], Point("1x210")))
+    profile = result["profile"]
+    host = profile["host_s"]
+    inside = host["cache.update"] + host["attention"]
+    assert 0 < host["forward"] < profile["step_s"] and profile["traced_step_s"] > 0
+    assert inside == 0 if "static" in name else 0 < inside < host["forward"]
+    assert "One decode step" in report.profile_table({"shape": "tiny", "point": "1x210", "cache": name} | result)
+    model.set_attn_implementation("sdpa")
+    assert TurboQuantCache.update is not None and not model._forward_hooks  # nothing stays watched
+
+
+def test_a_trace_is_summed() -> None:
+    def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
+
+    events = [
+        event("kernel", "matmul", 10, 30), event("kernel", "matmul", 50, 10), event("kernel", "decode", 35, 10),
+        event("gpu_memcpy", "copy", 80, 5), event("cuda_runtime", "cudaLaunchKernel", 0, 4),
+        event("cuda_runtime", "cudaGraphLaunch", 5, 4), event("cuda_runtime", "cudaStreamSynchronize", 20, 60),
+        event("cpu_op", "aten::mm", 0, 90), {"ph": "M", "name": "process_name"},
+    ]  # fmt: skip
+    summed = traced(events, 100e-6)
+    assert summed["kernels"] == [
+        ["matmul", 2, pytest.approx(40e-6)], ["decode", 1, pytest.approx(10e-6)], ["copy", 1, pytest.approx(5e-6)]
+    ]  # fmt: skip
+    assert summed["busy_s"] == pytest.approx(50e-6) and summed["idle_s"] == pytest.approx(50e-6)
+    assert summed["launches"] == 2 and summed["waiting_s"] == pytest.approx(60e-6)
+
+
+def test_out_of_memory_is_a_result() -> None:
+    text = "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a capacity of 139.80 GiB of which 3.10 GiB is free."
+    assert failure(torch.OutOfMemoryError(text)) == {"oom": "8.00 GiB more, 3.10 GiB free"}
+    assert failure(RuntimeError(f"InductorError: {text}")) == {"oom": "8.00 GiB more, 3.10 GiB free"}
+    assert failure(ValueError("no\nsuch thing")) == {"error": "ValueError: no"}
+
+
+@pytest.mark.parametrize("name", ["DynamicCache", "tq4", "tq2"])
+def test_a_filled_cache_decodes(model: Any, name: str) -> None:
+    model.set_attn_implementation(CACHES[name].attention)
+    assert decodes_with(model, CACHES[name], rows=2, tokens=300)
+
+
+def test_a_cache_that_does_not_fit(model: Any) -> None:
+    def short_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert not decodes_with(model, BenchCache("huge", short_of_memory), rows=2, tokens=300)
+    with pytest.raises(ZeroDivisionError):
+        decodes_with(model, BenchCache("broken", lambda *_: 1 / 0), rows=2, tokens=300)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 27, 28, 29, 107, 1000])
+@pytest.mark.parametrize("guess", [0, 1, 28, 200])
+def test_the_largest_batch_is_found(most: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def fits(rows: int) -> bool:
+        assert rows not in tried
+        tried.append(rows)
+        return rows <= most
+
+    assert largest(fits, guess) == most
+    assert len(tried) <= 24
+
+
+class FakeWorker:
+    """Answers as it is told, by cache and point."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.answer, self.replies = answer, []
+        self.ended = False
+
+    def send(self, **request: Any) -> None:
+        assert not self.ended
+        self.replies.append(self.answer(request))
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        return self.replies.pop(0)
+
+    def ask(self, seconds: float, **request: Any) -> dict[str, Any]:
+        self.send(**request)
+        return self.receive(seconds)
+
+    def end(self) -> None:
+        self.ended = True
+
+    def last_words(self) -> str:
+        return "what it said"
+
+
+def run_cells(
+    monkeypatch: Any, answer: Any, cells: list[tuple[str, str]], memory: float
+) -> tuple[dict[Any, Any], list[int]]:
+    """What is kept of each cell, and how many jobs the rounds had."""
+    kept: dict[Any, Any] = {}
+    runner = runs.Runner("8b", "cpu", Deadline(None), lambda *cell: kept.update({cell[:2]: cell[2]}), Path())
+    monkeypatch.setattr(runner, "worker", lambda: FakeWorker(answer))
+    rounds = list(runs.rounds_of(runs.jobs_of(cells), "8b", memory, parallel=4))
+    runner.run(rounds)
+    return kept, [len(jobs) for jobs in rounds]
+
+
+def test_a_cell_that_fails_does_not_lose_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = ("StaticCache", "tq4, static", "DynamicCache", "tq4")
+    cells = [(cache, point) for point in ("1x2k", "8x32k") for cache in caches]
+    prepared: dict[str, int] = {}
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        cache, point = request["cache"], request.get("point")
+        if request["do"] == "prepare":
+            prepared[cache] = prepared.get(cache, 0) + 1
+            if (cache, point) == ("DynamicCache", "1x2k"):
+                return {"error": "broken"}
+            if (cache, point) == ("tq4", "8x32k"):
+                return {"oom": "8 GiB more"}
+            if (cache, point) == ("StaticCache", "8x32k") and prepared[cache] == 2:
+                return {"oom": "beside others"}
+            return {}
+        return {"step_s": 1.0}
+
+    kept, sizes = run_cells(monkeypatch, answer, cells, memory=140 * 2**30)
+    assert set(kept) == set(cells)
+    assert kept.pop(("DynamicCache", "1x2k")) == {"error": "broken"}
+    assert kept.pop(("tq4", "8x32k")) == {"oom": "8 GiB more"}
+    assert all(result == {"step_s": 1.0} for result in kept.values())
+    assert prepared["StaticCache"] == 3  # once more, alone
+    assert sizes == [3, 1, 1, 1]
+
+
+def test_rounds_fit_the_gpu() -> None:
+    cells = [(cache, point) for point in POINTS for cache in ("StaticCache", "tq4, static", "DynamicCache")]
+    memory = 140 * 2**30
+    rounds = list(runs.rounds_of(runs.jobs_of(cells), "8b", memory, parallel=6))
+    jobs = [job for jobs in rounds for job in jobs]
+    assert sorted((job.cache, point) for job in jobs for point in job.points) == sorted(cells)
+    for its in rounds:
+        needs = [estimated_needs("8b", Point(job.points[0]), CACHES[job.cache].packed) for job in its]
+        held, warming_up = (sum(getattr(each, name) for each in needs) for name in ("held", "warming_up"))
+        assert len(its) == 1 or held + max(warming_up, *(each.reading for each in needs)) < memory
+    assert 3 <= sum(CACHES[its[0].cache].compiled for its in rounds) <= 6
+    assert rounds[-1] == [runs.Job("DynamicCache", POINTS)]
+
+
+def test_a_worker_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "sleep")  # with arguments that make it end with an error at once
+    worker = WorkerProcess("tiny", "cpu", tmp_path / "log", Deadline(None), {})
+    assert worker.receive(20) == {"error": "the worker ended with exit code 1"}
+    worker.end()
+    assert worker.last_words()
+    for deadline, expected in ((Deadline(None), {"error": "no answer within 0 s"}), (Deadline(0.0), None)):
+        monkeypatch.setattr(sys, "executable", str(_idle_program(tmp_path)))
+        worker = WorkerProcess("tiny", "cpu", tmp_path / "log", deadline, {})
+        if expected is None:
+            with pytest.raises(OutOfTime):
+                worker.receive(100)
+        else:
+            assert worker.receive(0.1) == expected
+        assert worker.process.returncode is not None
+
+
+def _idle_program(folder: Path) -> Path:
+    path = folder / "idle"
+    path.write_text("#!/bin/sh\nexec sleep 60\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_worker_answers_and_outlives_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("tiny", "cpu")
+    assert worker.answer({"do": "facts"})["copy_bytes_per_second"] > 0
+    assert worker.answer({"do": "capacity", "cache": "tq4", "rows": 1, "tokens": 200}) == {"fits": True}
+    assert worker.answer({"do": "prepare", "cache": "DynamicCache", "point": "1x200"}) == {}
+    assert worker.answer({"do": "measure", "cache": "DynamicCache"})["step_s"] > 0
+    assert worker.prepared is None
+
+
+FACTS = {"gpu": "some GPU", "torch": "2", "transformers": "5", "memory_bytes": 1 << 37, "copy_bytes_per_second": 4e12}
+
+
+def row(cache: str, point: str, step_ms: float, **more: Any) -> dict[str, Any]:
+    rows, thousands = point.removesuffix("k").split("x")
+    size = int(rows) * int(thousands) * 1024 * 131072
+    share = {"tq4": 0.27, "tq3": 0.23, "tq2": 0.14}.get(cache.removesuffix(", static"), 1.0)
+    times = {"step_s": step_ms / 1e3, "mean_step_s": step_ms / 1e3, "tokens_per_s": int(rows) * 1e3 / step_ms}
+    sizes = {"cache_bytes": share * size, "prefill_bytes": 2 * size, "decode_bytes": share * size + 1e9}
+    base = {"shape": "8b", "cache": cache, "point": point, "first_token_s": 1.0, "weight_bytes_read": 15e9}
+    return base | times | sizes | more
+
+
+FOUND = {
+    **FACTS,
+    "cells": [
+        row("DynamicCache", "8x32k", 76.0), row("StaticCache", "8x32k", 86.0), row("tq4", "8x32k", 75.0, first_token_s=1.04),
+        row("tq4, static", "8x32k", 10.0, packed_share=0.99, graphs=1, recompiled=2), row("tq3", "8x32k", 76.0),
+        row("QuantizedCache hqq, 4 bits", "8x32k", 300.0),
+        {"shape": "8b", "cache": "tq2", "point": "8x32k", "error": "E: x"},
+        row("DynamicCache", "1x2k", 70.0), row("tq4", "1x2k", 80.0, first_token_s=1.2),
+        {"shape": "8b", "cache": "StaticCache", "point": "1x2k", "oom": "8 GiB more"}, row("tq4", "1x4k", 1.0, shape="1.5b"),
+    ],
+    "capacity": [
+        {"shape": "8b", "tokens": "32768", "cache": "DynamicCache", "rows": 28},
+        {"shape": "8b", "tokens": "32768", "cache": "tq4", "rows": 98},
+    ],
+    "profiles": [], "missing": {"StaticCache, flash_attention_2": "not installed"},
+}  # fmt: skip
+
+
+def test_bars() -> None:
+    found = {bar.what: (pytest.approx(bar.value, rel=1e-3), bar.is_met) for bar in bars.generate_bars(FOUND)}
+    assert found == {
+        "8x32k tq4, static: step / floor": (10e-3 / ((15e9 + 0.27 * 2**35) / 4e12), False),
+        "8x32k tq4, static: times StaticCache": (8.6, True),
+        "8x32k tq4, static: times the fastest bf16": (7.6, True),
+        "8x32k tq4: times DynamicCache": (76 / 75, True),
+        "8x32k tq4: times the best QuantizedCache": (4.0, True),
+        "8x32k tq4: first token / DynamicCache's": (1.04, True),
+        "8x32k tq4, static: first token / DynamicCache's": (1.0, True),
+        "8x32k tq4: cache bytes / DynamicCache's": (0.27, True),
+        "8x32k tq4, static: cache bytes / DynamicCache's": (0.27, True),
+        "8x32k tq3: cache bytes / DynamicCache's": (0.23, False),
+        "8x32k tq4: peak of decode / DynamicCache's": ((0.27 * 2**35 + 1e9) / (2**35 + 1e9), True),
+        "8x32k tq4, static: peak of decode / DynamicCache's": ((0.27 * 2**35 + 1e9) / (2**35 + 1e9), True),
+        "1x2k tq4: times DynamicCache": (0.875, False),
+        "1x2k tq4: first token / DynamicCache's": (1.2, False),
+        "tq4: largest batch / DynamicCache's": (3.5, True),
+    }
+
+
+def test_tables() -> None:
+    text = report.tables(FOUND)
+    assert "| 8 × 32k | tq4, static | 800.0 | 10.00 | 10.00 | 6.07 | 1.65 |" in text
+    assert "| 1 × 2k | StaticCache | OOM: 8 GiB more |" in text and "| tq2 | failed: E: x |" in text
+    assert "99.0 % packed, recompiled: 2 |" in text and "| 8b | 32768 | tq4 | 98 | 3.50 |" in text
+    assert "flash_attention_2: not installed" in text and text.index("1 × 2k") < text.index("8 × 32k")
+
+
+def test_results_are_kept_by_code_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out" / "results.json"
+    results = report.Results(path)
+    results.take(FACTS)
+    key = {"shape": "8b", "cache": "tq4", "point": "1x2k"}
+    for result in ({"error": "E"}, {"oom": "1 GiB more"}, {"step_s": 1.0}):
+        results.put("cells", key, result)
+        assert report.Results(path).has("cells", key) == ("error" not in result)
+    assert len(report.Results(path).found["cells"]) == 1
+    again = report.Results(path)
+    again.take(FACTS | {"copy_bytes_per_second": 3e12})
+    assert again.has("cells", key) and again.found["copy_bytes_per_second"] == 4e12
+    monkeypatch.setattr(report, "code_hash", lambda cache: "other")
+    assert not again.has("cells", key)
+    again.take(FACTS | {"gpu": "another GPU"})
+    assert again.found["cells"] == [] and json.loads(path.read_text())["gpu"] == "another GPU"
+
+
+def test_the_command_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "facts":
+            return FACTS
+        if request["do"] == "prepare":
+            asked.append((request["cache"], request["point"]))
+            return {}
+        return row(request["cache"], "1x2k", 10.0)
+
+    monkeypatch.setattr(runs.Runner, "start", lambda *_: None)
+    monkeypatch.setattr(runs.Runner, "worker", lambda _: FakeWorker(answer))
+    command = ["--json", str(tmp_path / "r.json"), "--points", "1x2k,2x300", "--caches", "DynamicCache; tq4, static"]
+    assert bench_generate.run(command) == 0
+    caches, points = ("DynamicCache", "tq4, static"), ("1x2k", "2x300")
+    assert sorted(asked) == [(cache, point) for cache in caches for point in points]
+    assert bench_generate.run([*command[:3], "1x2k,1x300", *command[4:]]) == 0
+    assert sorted(asked[4:]) == [("DynamicCache", "1x300"), ("tq4, static", "1x300")]
+    capsys.readouterr()
+    assert bench_generate.run([*command[:2], "--report"]) == 0
+    assert "tq4, static" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--caches", "tq5"], "--caches 'tq5' is unknown: expected some of StaticCache;"),
+        (["--points", "8by32k"], "point '8by32k' is not understood"),
+        (["--report"], "holds no results"),
+        (["--shape", "7b"], "invalid choice: '7b'"),
+    ],
+)
+def test_mistakes_are_named(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs.Runner, "facts", lambda _: FACTS)
+    monkeypatch.setattr(sys, "argv", ["bench_generate.py", "--json", str(tmp_path / "r.json"), *options])
+    assert bench_generate.serve(bench_generate.run, None) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_caches_by_default() -> None:
+    assert set(QUICK) <= set(DEFAULT) and {"tq3", "tq2", "tq4, static"} <= set(DEFAULT)
+    missing = [name for name in DEFAULT if CACHES[name].missing() is not None]
+    assert not {"DynamicCache", "StaticCache", "tq4"} & set(missing)
+
+
+def test_figure(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="only the extra `eval` installs it")
+    from eval import plot_generate
+
+    path = tmp_path / "bench_generate.json"
+    path.write_text(json.dumps(FOUND))
+    assert plot_generate.main([str(path), "--image", str(tmp_path / "figure.svg")]) == 0
+    text = (tmp_path / "figure.svg").read_text()
+    for part in ("tq4, static", "DynamicCache", "8 × 32k", "GiB of cache", "some GPU"):
+        assert part in text
+    assert plot_generate.main([str(path), "--shape", "tiny"]) == 2

@@ -1,0 +1,1 @@
+"""A cache as a file: written by `saving`, read by `loading`."""

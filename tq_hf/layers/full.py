@@ -1,0 +1,507 @@
+"""`TurboQuantLayer`: the state of one attention layer, as transformers' cache wants to see it.
+
+    update(key, value)  ─► handles (nothing is stored yet)
+    attend(step, query) ─► packed pages + sinks + ring + new tokens, in one softmax; then
+    commit(step)        ─► due pages are packed, new tokens go into the ring
+
+Tokens are committed after attention has seen them, because only attention knows which of them are padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import ops
+from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..layout import PageLayout
+from ..pages.table import BlockTable, while_alone
+from ..quantizer.conditioning import partners
+from ..quantizer.rotary import Rotary
+from ..reporting.memory import storage_bytes
+from ..reporting.reports import LayerReport, packed_report
+from .edits import LayerEdits
+from .packed_kv import PackedKV, Step, kept_positions
+
+
+class TurboQuantLayer(LayerEdits, CacheLayerMixin):
+    """Packed pages, an exact tail and exact first tokens of one full-attention layer.
+
+    Args:
+        config: how keys and values are stored.
+        table: the block table that all packed layers of the cache share.
+        preset: name for reports.
+        rotary: of its keys, None for none.
+        guards_capacity: check a static cache's length here (one layer of the cache does it for all).
+
+    The tensors are made at the first `update`, from the shapes, dtype and device of its states.
+    """
+
+    is_sliding = False
+    sliding_window: int | None = None
+    is_croppable = True
+    supports_early_init = True
+
+    def __init__(
+        self,
+        config: TurboQuantConfig,
+        table: BlockTable,
+        preset: str,
+        rotary: Rotary | None = None,
+        guards_capacity: bool = False,
+    ) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.guards_capacity = guards_capacity
+        self.config = config
+        self.table = table
+        self.preset = preset
+        self.slot = table.add_layer()
+        self.begin()
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.table.is_static
+
+    # -- storage -----------------------------------------------------------------------------------------------------
+    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
+        layout = self._layout(key_states, value_states)
+        batch, heads = key_states.shape[:2]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.layout_name = layout.name
+        self.key_dim, self.value_dim = layout.key_dim, layout.value_dim
+        self.kv_heads = heads
+        self.table.begin(batch)
+        self.on_device = self.table.on(self.device)
+
+        def exact(tokens: int, dim: int) -> Tensor:
+            return torch.zeros(batch, heads, tokens, dim, dtype=self.dtype, device=self.device)
+
+        ring = self.config.recent_window + self.config.page_size  # the most that is exact after a commit
+        self.ring_key, self.ring_value = exact(ring, self.key_dim), exact(ring, self.value_dim)
+        self.sink_key = exact(self.table.sink_tokens, self.key_dim)
+        self.sink_value = exact(self.table.sink_tokens, self.value_dim)
+        pages = self.table.pages.capacity if self.table.is_static else 0
+        if not self.table.pages.holds(self.slot):
+            shape = (pages, heads, layout.page_words)
+            self.table.pages.put(self.slot, torch.zeros(shape, dtype=torch.int32, device=self.device))
+        self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
+        self.counters[1] = self.packed_end = self.table.sink_tokens
+        self.balance = self.query_energy = None
+        if self.config.balance_keys:
+            shape = (batch, heads, self.key_dim)
+            self.balance = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.query_energy = torch.zeros_like(self.balance)
+            pairs = partners(self.rotary, self.key_dim, self.device)
+            self.partner, self.partner_share = pairs.channel, pairs.share
+        self.is_initialized = True
+        self.mark_static()
+
+    def mark_static(self) -> None:
+        """Static mode: tell the compiler that addresses stay, so that CUDA graphs read and write the state in place."""
+        if self.table.is_static and not torch.compiler.is_compiling():
+            for tensor in self.tensors() + self.table.tensors():
+                torch._dynamo.mark_static_address(tensor)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that this layer holds, once (the shared block table is not among them)."""
+        if not self.is_initialized:
+            return []
+        state = self.table.pages.tensors(self.slot) + [getattr(self, name) for name in self.state_names()]
+        if self.pending is not None:
+            state += [self.pending.key, self.pending.value]
+        return state
+
+    @property
+    def pool(self) -> Tensor:
+        """The packed pages of all rows, and of forks that share them: int32 [pages, H, page_words]."""
+        return self.table.pages.of(self.slot)
+
+    # -- transformers' contract --------------------------------------------------------------------------------------
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[PackedKV, PackedKV]:
+        """Take new states and return handles for all keys and values so far.
+
+        Args:
+            key_states, value_states: [B, H, n, D / Dv], the model's dtype.
+
+        Returns:
+            Two `PackedKV`, shape [B, H, length + n, D / Dv] (static mode: [B, H, max_cache_len, D / Dv]).
+
+        Raises:
+            ValueError: shapes, dtype or device differ from the first call, or do not fit together.
+            RuntimeError: the static capacity is exceeded.
+        """
+        if self.pending is not None:
+            self.flush()
+        compiling = torch.compiler.is_compiling()
+        if compiling or _signature(key_states, value_states) != self._valid:
+            key_states, value_states = self._accept(key_states, value_states)
+            if not compiling:
+                self._valid = _signature(key_states, value_states)
+        if self.guards_capacity:
+            self._check_capacity(key_states.shape[2])
+        self._make_way(key_states.shape[2])
+        self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
+        return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+
+    def _make_way(self, new: int) -> None:
+        """Called before `new` tokens come in: a layer that forgets does so here."""
+
+    def _accept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """New states in the dtype they are kept in; makes the tensors where these are the first."""
+        device = key.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            # Rotary embeddings leave keys in float32 there; attention would cast both.
+            dtype = torch.get_autocast_dtype(device)
+            key, value = key.to(dtype), value.to(dtype)
+        self._validate(key, value)
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        return key, value
+
+    def _validate(self, key: Tensor, value: Tensor) -> None:
+        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+            raise ValueError(
+                f"key states {tuple(key.shape)} and value states {tuple(value.shape)} do not fit together: expected"
+                " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
+            )
+        if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
+            raise ValueError(
+                f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
+            )
+        if value.device != key.device:
+            raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
+        rows = self.table.batch_size
+        if rows is not None and key.shape[0] != rows:
+            remedy = "make a new cache" if self.table.is_static else "call cache.reset() or batch_select_indices()"
+            raise ValueError(f"batch size {key.shape[0]} does not match the {rows} rows this cache holds: {remedy}.")
+        limit = self.table.max_cache_len
+        if limit is not None and key.shape[2] > limit:
+            raise RuntimeError(_over_capacity(limit))
+        if not self.is_initialized:
+            self._layout(key, value)  # raises where there is none
+            return
+        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
+        if given != held:
+            raise ValueError(
+                f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
+                " call cache.reset() before using it with another model, dtype or device."
+            )
+
+    def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
+        """The layout for such states, or `ValueError` where they have none or it cannot serve a static cache."""
+        layout = self.config.layout(key.shape[-1], value.shape[-1], key.dtype)
+        self.require_kernels(layout, key.device)
+        return layout
+
+    def require_kernels(self, layout: PageLayout, device: torch.device) -> None:
+        """Raise `ValueError` if the cache is static and the layout has no kernels for `device`."""
+        if self.table.is_static and device.type != "cpu" and not ops.has_kernels(layout.name):
+            raise ValueError(
+                f"max_cache_len={self.table.max_cache_len} on {device} needs Triton kernels, and there are none for"
+                f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
+                f" scale={layout.scale!r}: leave max_cache_len out, choose another preset, or run on"
+                " the CPU."
+            )
+
+    def _check_capacity(self, new: int) -> None:
+        limit = self.table.max_cache_len
+        if limit is not None:
+            # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
+            torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
+
+    def _known_length(self, step: Step) -> int:
+        """Key positions up to the step's last one, from the table's origin on."""
+        if self.table.max_cache_len is not None:
+            return self.table.max_cache_len
+        return step.start + step.new
+
+    visible_length = _known_length  # key positions that a step's handles show
+
+    def hidden(self, step: Step) -> int:
+        """Positions from the table's origin on that come before those."""
+        return 0
+
+    def get_seq_length(self) -> Any:
+        """Tokens in the cache: an int, or in the static mode a device scalar once there are any."""
+        if not self.is_initialized:
+            return 0
+        pending = 0 if self.pending is None else self.pending.new
+        if self.table.is_static:
+            return self.counters[0] + pending if pending else self.counters[0]
+        return self.length + pending
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number of key positions, position of the first) that attention will see at the next update."""
+        if self.table.max_cache_len is not None:
+            return self.table.max_cache_len, 0
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.table.max_cache_len is None else self.table.max_cache_len
+
+    def _state(self) -> tuple[Tensor | None, ...]:
+        """What every op reads, in the ops' order."""
+        pool, table = self.table.pages.of(self.slot), self.on_device
+        exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
+
+    # -- attention and storing ---------------------------------------------------------------------------------------
+    @while_alone
+    def attend(
+        self,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        """Attention of `query` over everything cached and the step's new tokens.
+
+        Args:
+            query: [B, Hq, q, D].
+            mask: bool or uint8 [B or 1, 1, q or 1, >= length], nonzero keeps; None keeps all.
+            aux_sinks: [Hq] logits in each head's softmax denominator (gpt-oss), or None.
+            causal: whether query i sees only positions up to its own; the last query is the newest token.
+
+        Returns:
+            [B, q, Hq, Dv] in the query's dtype.
+
+        Raises:
+            ValueError: a tensor on another device than the cache's.
+        """
+        if error := ops.device_error(self.device, query, mask, aux_sinks):
+            self.drop(step)
+            raise ValueError(error)
+        key, value = step.rows
+        if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
+            self._require_newest(step)
+            key, value = key[:, :, :0], value[:, :, :0]
+        out = ops.attend(
+            query.detach() if query.requires_grad else query,
+            key,
+            value,
+            *self._state(),
+            mask,
+            aux_sinks,
+            self.layout_name,
+            scaling,
+            softcap,
+            causal,
+            len(self.table.spans),
+        )
+        if torch.compiler.is_compiling():
+            step.read = out
+        return ops.inference_only(out, query, step.key, step.value, aux_sinks)
+
+    @while_alone
+    def commit(self, step: Step, mask: Tensor | None, query: Tensor | None = None) -> None:
+        """Take the step's tokens in: pack the pages that fall due, write the rest into the ring.
+
+        Args:
+            mask: bool or uint8 [B or 1, 1, q or 1, >= length + n]: positions that it hides from every query are padding;
+                None: no padding.
+            query: [B, Hq, n, D], the queries of these tokens, where an attention function has seen them.
+        """
+        if step.committed:
+            return
+        table, new = self.table, step.new
+        key, value = step.rows
+        if table.is_static:
+            due = (new + self.config.page_size - 1) // self.config.page_size  # at most
+            starts = new > 1 or step.is_first
+        else:
+            due = table.due(self.length + new, self.packed_end)
+            starts = new > 1 or step.is_first or table.is_padding_only(step.start)
+        learns = self._learns_balance()
+        keep = None
+        if mask is not None and (due or starts or learns):
+            keep = self._kept(step, mask)
+            if starts:
+                table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
+        if learns:
+            self._observe(step, query, keep)
+        if not table.is_static:
+            self.length += new
+            if due:
+                self.packed_end += due * self.config.page_size
+                table.reserve(self.packed_end)
+                table.pages.grow(self.slot, table.pages.capacity)
+                table.pages.note_written(self.slot)
+        ops.commit(
+            key,
+            value,
+            *self._state(),
+            self.flags,
+            keep,
+            self.layout_name,
+            self.config.recent_window,
+            due,
+            *step.after,
+        )
+        step.committed = True
+        self.is_empty = False
+        self.pending = None
+        if self.offload_after_commit:
+            self.offload()
+
+    def _kept(self, step: Step, mask: Tensor) -> Tensor:
+        """Which positions of each row a step's mask shows to some query, [B, >= length + n]."""
+        return kept_positions(mask, step.key.shape[0])
+
+    def _learns_balance(self) -> bool:
+        """Whether new tokens may take part in the balance of key channels; the static mode cannot tell on the host."""
+        if self.balance is None:
+            return False
+        # Once every row has its first page, it has its factors.
+        return self.table.is_static or self.packed_end <= self.table.latest_start + self.config.sink_tokens
+
+    def _observe(self, step: Step, query: Tensor | None, keep: Tensor | None) -> None:
+        """Take the new tokens' part in the balance of key channels, before they are committed."""
+        key = step.rows[0]
+        if query is not None:
+            query = query.detach()
+            if (
+                query.shape[2] != key.shape[2]
+            ):  # transformers folds the heads of a KV head into a single token's queries
+                query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
+        ops.observe(
+            query,
+            key,
+            self.ring_key,
+            self.on_device.row_start,
+            self.counters,
+            self.balance,
+            self.query_energy,
+            self.partner,
+            self.partner_share,
+            keep,
+            self.config.page_size,
+            self.config.sink_tokens,
+            self.config.recent_window,
+            self.config.center_keys,
+            *step.after,
+        )
+
+    def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
+        """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length], and forget the step.
+
+        Raises:
+            ValueError: naming both shapes.
+        """
+        if error := ops.mask_error(mask, query, key.shape[2]):
+            self.drop(key.step)
+            raise ValueError(error)
+
+    def drop(self, step: Step) -> None:
+        """Forget tokens that attention refused, as if `update` had not been called."""
+        if self.pending is step:
+            self.pending = None
+
+    def _require_newest(self, step: Step) -> None:
+        if not step.committed or self.table.is_static:
+            return
+        shown, held = step.start + step.new, self.length
+        if (shown, step.origin) != (held, self.table.origin):
+            raise RuntimeError(
+                f"these keys and values show the cache at {step.origin + shown} tokens, and it holds"
+                f" {self.table.origin + held} by now: use what the newest cache.update() returned."
+            )
+
+    def flush(self) -> None:
+        """Commit tokens that no attention function has looked at."""
+        if self.pending is not None:
+            self.commit(self.pending, mask=None)
+
+    def dense(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Keys and values as tensors [B, H, length, D / Dv]: history dequantized, the step's own tokens exact."""
+        if step.dense is None:
+            self._require_newest(step)
+            self.table.note_dense_read()
+            if step.is_first and not self.table.is_static:
+                step.dense = (step.key, step.value)
+            else:
+                key, value = self._gather(step)
+                step.dense = (ops.inference_only(key, step.key), ops.inference_only(value, step.value))
+            self.commit(step, mask=None)
+        return step.dense
+
+    @while_alone
+    def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
+        dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
+        if torch.compiler.is_compiling():
+            step.read = dense[0]
+        first: Any = step.start
+        if self.table.is_static:
+            first = self.counters[0] - step.new if step.committed else self.counters[0]
+        positions = torch.arange(step.new, device=self.device) + first
+        for tensor, raw in zip(dense, (step.key, step.value), strict=True):
+            tensor.index_copy_(2, positions, raw.detach())
+        return dense
+
+    @while_alone
+    def unpacked(self) -> tuple[Tensor | None, Tensor | None]:
+        """All keys and values [B, H, length, D / Dv], dequantized; None before the first token."""
+        if not self.is_initialized:
+            return None, None
+        self.flush()
+        return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
+
+    @property
+    def batch_size(self) -> int:
+        rows = self.table.batch_size
+        if rows is None:
+            raise AttributeError("batch_size is unknown before the first update")  # transformers asks with hasattr
+        return rows
+
+    @while_alone
+    def offload(self) -> None:
+        """Move the packed pages to host memory until they are read again. Exact tokens, which are few, stay.
+
+        Between `update` and attention, where transformers calls this, attention still has to read them: then they go right
+        after it.
+
+        Raises:
+            RuntimeError: in the static mode, where a captured graph knows the addresses.
+        """
+        if self.table.is_static:
+            raise RuntimeError("a static TurboQuantCache cannot be offloaded: make it without max_cache_len.")
+        self.offload_after_commit = self.pending is not None
+        if self.is_initialized and self.pending is None:
+            self.table.pages.offload(self.slot)
+
+    @while_alone
+    def prefetch(self) -> None:
+        """Bring offloaded pages back ahead of their use."""
+        if self.is_initialized:
+            self.table.pages.fetch(self.slot)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(self.tensors())
+
+    def report(self, layer: int) -> LayerReport:
+        """Counts and bytes as of now (reads the device's counters)."""
+        return packed_report(layer, self)
+
+
+def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
+    """All that `_validate` looks at."""
+    return key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
+
+
+def _over_capacity(limit: int) -> str:
+    return (
+        f"more tokens than max_cache_len={limit}: make the TurboQuantCache with a larger max_cache_len, or without one to"
+        " let it grow."
+    )

@@ -1,0 +1,1 @@
+"""What a cache is going to take, before there is one."""
