@@ -48,13 +48,7 @@ def named(name: str) -> Setting:
 
 @pytest.mark.parametrize(
     ("preset", "changes"),
-    [
-        ("tq3", {}),
-        ("tq2", {"page_size": 32}),
-        ("tq2", {"page_size": 64, "recent_window": 0}),
-        ("4bit_nc", {}),
-        ("k8v4", {}),
-    ],
+    [("tq3", {}), ("tq2", {"page_size": 32}), ("tq2", {"page_size": 64, "recent_window": 0}), ("4bit_nc", {}), ("k8v4", {})],
 )
 def test_lockstep_scores_are_those_of_single_tokens(sharp_model: Any, preset: str, changes: dict[str, Any]) -> None:
     setting = Setting("", (), "", replace(PRESETS[preset], **changes))
@@ -442,9 +436,7 @@ def test_at_once_every_query_reads_packed_states(sharp_model: Any) -> None:
     sharp_model.set_attn_implementation("turboquant")
     with torch.no_grad():
         logits = torch.cat([sharp_model(part, past_key_values=cache).logits for part in ids.split(32, 1)], 1)
-        one_page = sharp_model(
-            ids[:, :32], past_key_values=replace(setting, config=config).new_cache(sharp_model.config)
-        )
+        one_page = sharp_model(ids[:, :32], past_key_values=replace(setting, config=config).new_cache(sharp_model.config))
         exact = sharp_model(ids).logits
     assert cache.report().exact_tokens == 0
     assert torch.allclose(one_page.logits, logits[:, :32], atol=1e-5)

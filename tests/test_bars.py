@@ -46,10 +46,7 @@ def test_extend_store_and_host() -> None:
     usual = {"shape": "8x32k", "preset": "tq4", "error": 1e-3}
     extend = [
         usual | {"queries": 512, "attend": 10.0, "flash": 5.0, "extra_bytes": 2**25},
-        *(
-            usual | {"queries": queries, "attend": time}
-            for queries, time in ((1, 10.0), (2, 12.0), (8, 30.0), (16, 26.0))
-        ),
+        *(usual | {"queries": queries, "attend": time} for queries, time in ((1, 10.0), (2, 12.0), (8, 30.0), (16, 26.0))),
     ]
     assert by_name(list(bars.extend_bars({"results": extend}))) == {
         "8x32k tq4, 512 queries: share of flash SDPA's speed": (0.5, False),
@@ -97,10 +94,7 @@ def test_no_figure_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     from eval import plot_decode
 
     path = tmp_path / "bench_decode.json"
-    for content, message in (
-        ("{", "cannot be read as JSON"),
-        (json.dumps({"results": []}), "run scripts/bench_decode.py"),
-    ):
+    for content, message in (("{", "cannot be read as JSON"), (json.dumps({"results": []}), "run scripts/bench_decode.py")):
         path.write_text(content)
         assert plot_decode.main([str(path)]) == 2
         assert message in capsys.readouterr().err

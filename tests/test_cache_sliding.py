@@ -36,12 +36,7 @@ MIXED = tf.Gemma3TextConfig(
     sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
 )  # fmt: skip
 ALL_SLIDING = tf.MistralConfig(
-    hidden_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=64,
-    sliding_window=WINDOW,
+    hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64, sliding_window=WINDOW
 )
 CONFIGS = {"mixed": MIXED, "all_sliding": ALL_SLIDING}
 
@@ -60,9 +55,7 @@ def feed(caches: list[Any], tokens: int, seed: int, rows: int = 2) -> None:
             _ = given[0] + 0, given[1] + 0
 
 
-def pair(
-    kind: str, sizes: tuple[int, ...] = (150, 37, 1, 1), preset: str = "raw"
-) -> tuple[TurboQuantCache, DynamicCache]:
+def pair(kind: str, sizes: tuple[int, ...] = (150, 37, 1, 1), preset: str = "raw") -> tuple[TurboQuantCache, DynamicCache]:
     ours, theirs = TurboQuantCache(CONFIGS[kind], preset, **SMALL), DynamicCache(config=CONFIGS[kind])
     for seed, size in enumerate(sizes):
         feed([ours, theirs], size, seed)

@@ -71,9 +71,7 @@ def test_what_fits_is_beside_the_weights(tq_hf: CommandLine, tmp_path: Path) -> 
     assert quarter["weight_bytes"] == round(result["weight_bytes"] / 4)
     assert quarter["presets"][0]["sequences"] == estimate.largest_batch(40 - quarter["weight_bytes"] / 2**30)
     assert "Weights at 4 bits: 3.74 GiB, left out of what fits." in tq_hf(*argv).out
-    assert (
-        tq_hf("estimate", "--config", tmp_path, "--gpu", 2, "-p", "tq4", "--json").json["presets"][0]["sequences"] == 0
-    )
+    assert tq_hf("estimate", "--config", tmp_path, "--gpu", 2, "-p", "tq4", "--json").json["presets"][0]["sequences"] == 0
 
 
 def test_options_of_the_cache(tq_hf: CommandLine, word_folder: Path) -> None:

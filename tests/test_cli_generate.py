@@ -130,9 +130,7 @@ def test_out_of_memory(tq_hf: CommandLine, word_folder: Path, monkeypatch: pytes
     monkeypatch.setattr(LlamaForCausalLM, "forward", full)
     result = tq_hf("generate", "--model", word_folder, "x", "--json")
     assert (result.code, result.out) == (1, "")
-    assert result.err.splitlines()[-1].startswith(
-        "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB):"
-    )
+    assert result.err.splitlines()[-1].startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB):")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "bench"])
@@ -149,9 +147,7 @@ def test_what_the_cache_refuses_is_no_traceback(
     assert "head_dim=300 (of the keys) has no packed layout" in result.err and "Traceback" not in result.err
 
 
-@pytest.mark.parametrize(
-    "argv", [["--temperature", "nan"], ["--temperature", "inf"], ["--top-p", "nan"], ["--top-p", "0"]]
-)
+@pytest.mark.parametrize("argv", [["--temperature", "nan"], ["--temperature", "inf"], ["--top-p", "nan"], ["--top-p", "0"]])
 def test_sampling_at_the_edge(tq_hf: CommandLine, word_folder: Path, argv: list[str]) -> None:
     result = tq_hf("generate", "--model", word_folder, "-n", 2, "Question", "--temperature", 1, *argv)
     assert result.code in (0, 2) and "Traceback" not in result.err

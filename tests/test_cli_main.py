@@ -116,9 +116,7 @@ def test_failures_have_codes_of_their_own(tq_hf: CommandLine, monkeypatch: pytes
     fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the manual."))
     result = tq_hf("presets")
     assert result.code == 1
-    assert result.err.startswith(
-        "error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): take a shorter"
-    )
+    assert result.err.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): take a shorter")
     fail_with(KeyboardInterrupt())
     assert tq_hf("presets").code == 130
     fail_with(RuntimeError("a bug"))

@@ -67,10 +67,7 @@ class TestPartners:
         energy[10], spread[10 + 32] = 100, 100
         early = energy, spread
         late = energy.roll(32), spread.roll(32)
-        factors, unmixed = (
-            balance_factors(*early, mixed(64)),
-            balance_factors(*early, partners(None, 64, energy.device)),
-        )
+        factors, unmixed = balance_factors(*early, mixed(64)), balance_factors(*early, partners(None, 64, energy.device))
         assert error(unmixed, *early) < 0.3
         assert error(unmixed, *late) > 10
         assert error(factors, *early) < 1.01 and error(factors, *late) < 1.01

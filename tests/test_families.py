@@ -145,9 +145,7 @@ def test_several_queries_behind_a_history_without_padding(family: str, cache_cla
         tokens = options.get("decoder_input_ids", ids)
         name = "decoder_input_ids" if options else "input_ids"
         given = {"encoder_outputs": model.get_encoder()(ids)} if options else {}
-        parts = [
-            model(**{name: part}, past_key_values=cache, **given).logits[:, -1] for part in tokens.split([50, 9, 1], 1)
-        ]
+        parts = [model(**{name: part}, past_key_values=cache, **given).logits[:, -1] for part in tokens.split([50, 9, 1], 1)]
         logits.append(torch.stack(parts))
     assert torch.allclose(*logits, atol=2e-5, rtol=1e-4)
 

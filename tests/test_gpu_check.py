@@ -60,11 +60,7 @@ def test_rows_are_found_and_tabulated(gpu_check: ModuleType, tmp_path: Path) -> 
     path.write_text(json.dumps({"gpu": "any", "results": rows}))
     assert gpu_check.read_rows(path) == rows
     lines = gpu_check.table(rows).splitlines()
-    assert [line.split() for line in lines] == [
-        ["shape", "us", "sdpa"],
-        ["8x32k", "41.25", "-"],
-        ["1x8k", "-", "flash=2"],
-    ]
+    assert [line.split() for line in lines] == [["shape", "us", "sdpa"], ["8x32k", "41.25", "-"], ["1x8k", "-", "flash=2"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

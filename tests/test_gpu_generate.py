@@ -74,9 +74,7 @@ def test_the_first_attention_of_a_process_may_be_captured(attention: str) -> Non
     torch._dynamo.utils.counters.clear()
     static = generate(model, ids, TurboQuantCache(model.config, max_cache_len=240))
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
-    noise = [
-        torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)
-    ]  # would land in memory that a graph gave back
+    noise = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]  # would land in memory that a graph gave back
     scored = {"output_logits": True, "return_dict_in_generate": True}
     dynamic = generate(model, ids, TurboQuantCache(model.config), **scored)
     differ = (static[0, 200:] != dynamic.sequences[0, 200:]).nonzero()

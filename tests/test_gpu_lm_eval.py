@@ -57,12 +57,7 @@ def test_processes_share_the_requests(embedded_folder: Path, tmp_path: Path) -> 
         command += ["--multi_gpu"] if processes > 1 else []
         command += ["-m", "tq_hf", "lm-eval", "run", "--model", "tq-hf", "--batch_size", "2"]
         command += ["--model_args", f"pretrained={embedded_folder},preset=tq4,dtype=float32"]
-        command += [
-            "--include_path",
-            str(ROOT / "tests" / "data" / "lm_eval"),
-            "--tasks",
-            "tq_arithmetic_choice,tq_prose",
-        ]
+        command += ["--include_path", str(ROOT / "tests" / "data" / "lm_eval"), "--tasks", "tq_arithmetic_choice,tq_prose"]
         command += ["--output_path", str(tmp_path / f"{processes}.json")]
         subprocess.run(command, cwd=ROOT, check=True, timeout=500)
         (path,) = tmp_path.glob(f"{processes}_*.json")

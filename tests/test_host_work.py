@@ -27,9 +27,7 @@ def states(tokens: int, heads: int = 2, batch: int = 1, device: str = "cpu") -> 
     return torch.randn(batch, tokens, heads, 32, generator=generator).transpose(1, 2).to(device)
 
 
-def step(
-    cache: TurboQuantCache, tokens: int, mask: Tensor | None = None, batch: int = 1, device: str = "cpu"
-) -> Tensor:
+def step(cache: TurboQuantCache, tokens: int, mask: Tensor | None = None, batch: int = 1, device: str = "cpu") -> Tensor:
     handles = cache.update(states(tokens, 2, batch, device), states(tokens, 2, batch, device), 0)
     return turboquant_attention(torch.nn.Module(), states(tokens, 4, batch, device), *handles, mask)[0]
 

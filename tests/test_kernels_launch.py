@@ -116,9 +116,7 @@ def test_what_triton_specializes_on_compiles_again(change: dict[str, Any], what:
 
 def test_numbers_that_triton_does_not_specialize_on_may_change() -> None:
     kernel = FakeKernel()
-    kernel.params = [
-        SimpleNamespace(do_not_specialize=name in ("b", "c")) for name in ("p_x", "a", "b", "c", "d", "WIDTH")
-    ]
+    kernel.params = [SimpleNamespace(do_not_specialize=name in ("b", "c")) for name in ("p_x", "a", "b", "c", "d", "WIDTH")]
     launcher = Launcher(kernel, OPTIONS, CONSTANTS)
     for i, numbers in enumerate([(6, 1, 16, 0.5), (6, 2, 17, 0.5), (6, -3, 16, 0.5)]):
         launcher((1, 1, 1), (X,), numbers)

@@ -52,9 +52,7 @@ CASES = [
 ]
 
 
-def run(
-    op, case: Case, chunks: tuple[int, ...], query: Tensor | None, key: Tensor, keep: Tensor | None
-) -> list[Tensor]:
+def run(op, case: Case, chunks: tuple[int, ...], query: Tensor | None, key: Tensor, keep: Tensor | None) -> list[Tensor]:
     """Feed chunks; the ring and the counters are kept as `commit` would keep them."""
     device, slots = key.device, case.window + case.page
     ring = torch.full((BATCH, HEADS, slots, case.dim), torch.nan, dtype=key.dtype, device=device)

@@ -49,8 +49,7 @@ def theirs(folder: str, **arguments: Any) -> HFLM:
 
 def requests(kind: str, arguments: list[tuple[Any, ...]], task: str = "some_task") -> list[Any]:
     return [
-        Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=(task, i, 1))
-        for i, each in enumerate(arguments)
+        Instance(request_type=kind, doc={}, arguments=each, idx=0, metadata=(task, i, 1)) for i, each in enumerate(arguments)
     ]
 
 
@@ -167,14 +166,7 @@ def test_the_command_runs_tasks_through_the_cache(
 ) -> None:
     # lm-eval reads the files of all its tasks first, which takes longer than the run.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    arguments = [
-        "--model_args",
-        f"pretrained={folder},preset=tq4,recent_window=32",
-        "--device",
-        "cpu",
-        "--batch_size",
-        "4",
-    ]
+    arguments = ["--model_args", f"pretrained={folder},preset=tq4,recent_window=32", "--device", "cpu", "--batch_size", "4"]
     arguments += ["--include_path", str(DATA), "--tasks", ",".join(TASKS), "--output_path", str(tmp_path / "out.json")]
     assert cli.main(["lm-eval", "run", "--model", "tq-hf", *arguments]) == 0
     printed = capsys.readouterr().out
@@ -185,9 +177,7 @@ def test_the_command_runs_tasks_through_the_cache(
     assert facts["settings"]["recent_window"] == 32 and facts["layers"] == facts["quantized_layers"] == 2
     for task in TASKS:
         assert facts["tasks"][task]["packed_share"] > 0.5
-        assert re.search(
-            rf"tq-hf, {task}: preset tq4, mode decode: \d\d\.\d% of tokens read from packed pages", printed
-        )
+        assert re.search(rf"tq-hf, {task}: preset tq4, mode decode: \d\d\.\d% of tokens read from packed pages", printed)
     assert set(result["results"]) == set(TASKS)
 
 
@@ -203,10 +193,7 @@ def yaml_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gsm8k", "wikitext"])
 def test_tasks_with_local_data_are_those_of_lm_eval(name: str) -> None:
-    theirs, found = (
-        yaml_of(Path(lm_eval.__file__).parent / f"tasks/{name}/{name}.yaml"),
-        yaml_of(LOCAL / f"{name}.yaml"),
-    )
+    theirs, found = yaml_of(Path(lm_eval.__file__).parent / f"tasks/{name}/{name}.yaml"), yaml_of(LOCAL / f"{name}.yaml")
     assert (theirs["task"], found["task"]) == (name, f"{name}_local")
     for key in set(found) - {"task", "custom_dataset"}:
         assert found[key] == theirs[key], key

@@ -37,9 +37,7 @@ def feed(model: Any, cache: TurboQuantCache, ids: torch.Tensor, ends: list[int],
     """Logits [B, length, vocabulary] of passes that end there."""
     logits = []
     for start, end in zip([0, *ends], ends):
-        more = (
-            {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": mask.cumsum(1)[:, start:end] - 1}
-        )
+        more = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": mask.cumsum(1)[:, start:end] - 1}
         logits.append(model(ids[:, start:end], **{cache_argument(model): cache}, **more).logits)
     return torch.cat(logits, 1)
 
@@ -121,8 +119,6 @@ def test_what_cannot_walk_says_so() -> None:
     feed(model, cache, ids[:, 120:], [4])
     layer = cache.packed_layers[0]
     key, _ = layer.update(torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16))
-    with pytest.raises(
-        ValueError, match=r"3 queries for 90 new tokens, in which \d pages fall due: expected a query for"
-    ):
+    with pytest.raises(ValueError, match=r"3 queries for 90 new tokens, in which \d pages fall due: expected a query for"):
         layer.attend(key.step, torch.randn(1, 4, 3, 16), None, None, 1.0, 0.0, True)
     assert layer.get_seq_length() == 124

@@ -17,8 +17,7 @@ def filled(rows: int = 2, pages: int = 3) -> BlockTable:
 
 
 @pytest.mark.parametrize(
-    ("length", "due"),
-    [(0, 0), (131, 0), (132, 1), (195, 1), (196, 2), (4 + 64 + 64 * 10, 10), (4 + 64 + 64 * 10 - 1, 9)],
+    ("length", "due"), [(0, 0), (131, 0), (132, 1), (195, 1), (196, 2), (4 + 64 + 64 * 10, 10), (4 + 64 + 64 * 10 - 1, 9)]
 )
 def test_a_page_is_due_when_all_its_tokens_are_older_than_the_window(length: int, due: int) -> None:
     assert BlockTable(64, 4, 64).due(length, packed_end=4) == due

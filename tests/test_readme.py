@@ -122,14 +122,7 @@ def test_the_estimate_is_what_the_command_prints(
 
 
 def test_the_commands_exist_and_are_executable() -> None:
-    for name in (
-        "scripts/run",
-        "scripts/test",
-        "scripts/gpu_check",
-        "scripts/ablation",
-        "scripts/conformance",
-        ".ci/run",
-    ):
+    for name in ("scripts/run", "scripts/test", "scripts/gpu_check", "scripts/ablation", "scripts/conformance", ".ci/run"):
         assert (ROOT / name).stat().st_mode & 0o111, name
 
 

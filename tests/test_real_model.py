@@ -36,9 +36,7 @@ def padded(ids: Tensor) -> tuple[Tensor, Tensor]:
 def forked(model: Any, ids: Tensor, cache: Any) -> list[Tensor]:
     with torch.no_grad():
         model(ids[:, :100], past_key_values=cache)
-    forks = (
-        cache.fork(2) if isinstance(cache, TurboQuantCache) else [DynamicCache(config=model.config) for _ in range(2)]
-    )
+    forks = cache.fork(2) if isinstance(cache, TurboQuantCache) else [DynamicCache(config=model.config) for _ in range(2)]
     texts = [torch.cat([ids[:, :100], ids[:, start : start + 20]], 1) for start in (100, 150)]
     return [generate(model, text, fork, new=NEW) for text, fork in zip(texts, forks)]
 

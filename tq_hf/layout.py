@@ -153,18 +153,14 @@ class PageLayout:
     @property
     def name(self) -> str:
         """A compact string that `from_name` turns back into this layout."""
-        return ",".join(
-            str(int(v) if isinstance(v, bool) else v) for v in (getattr(self, f.name) for f in fields(self))
-        )
+        return ",".join(str(int(v) if isinstance(v, bool) else v) for v in (getattr(self, f.name) for f in fields(self)))
 
     @staticmethod
     @lru_cache(maxsize=None)
     def from_name(name: str) -> PageLayout:
         """The layout that `name` describes (cached: ops call this at every step)."""
         kd, vd, page, kf, kb, vf, vb, center, codebook, rotation, scale = name.split(",")
-        return PageLayout(
-            int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, scale
-        )
+        return PageLayout(int(kd), int(vd), int(page), kf, int(kb), vf, int(vb), center == "1", codebook, rotation, scale)
 
     # -- dimensions --------------------------------------------------------------------------------------------------
     @property

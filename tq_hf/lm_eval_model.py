@@ -285,7 +285,9 @@ class TurboQuantLM(HFLM):
                     **{argument: cache},
                 )
 
-    def _count_generated(self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int) -> None:
+    def _count_generated(
+        self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int
+    ) -> None:
         """Count what the last forward pass of a generation read; the newest token was not fed to the model any more."""
         fed = length - 1
         prompt = attention_mask.shape[1]

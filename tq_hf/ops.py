@@ -46,10 +46,8 @@ from .layout import PageLayout
 _STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
 _TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
 _READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, Tensor? balance, "
-_WRITE = (
-    _STATE.format(p="(a!)", r="(b!)", s="(c!)")
-    .replace("(b!) ring_value", "(d!) ring_value")
-    .replace("(c!) sink_value", "(e!) sink_value")
+_WRITE = _STATE.format(p="(a!)", r="(b!)", s="(c!)").replace("(b!) ring_value", "(d!) ring_value").replace(
+    "(c!) sink_value", "(e!) sink_value"
 )
 
 _library = torch.library.Library("tq_hf", "DEF")

@@ -109,9 +109,7 @@ def load(
 ) -> TurboQuantCache:
     """`TurboQuantCache.load`."""
     if config is not None and not isinstance(config, PretrainedConfig):
-        raise ValueError(
-            f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None."
-        )
+        raise ValueError(f"config is a {type(config).__name__}: expected the model's config, as in model.config, or None.")
     name = os.fspath(path)
     try:
         target = None if device is None else torch.empty(0, device=device).device

@@ -55,9 +55,7 @@ _FACTS = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def model_facts(config: Any) -> dict[str, str | int]:
     """What a model's text config says of its kind and shape, as far as it says it in plain numbers."""
-    varying = (
-        getattr(config, "per_layer_attributes", None) or ()
-    )  # which transformers refuses to read from the whole config
+    varying = getattr(config, "per_layer_attributes", None) or ()  # which transformers refuses to read from the whole config
 
     def fact(name: str) -> Any:
         if name in varying:

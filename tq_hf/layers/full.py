@@ -370,9 +370,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         key = step.rows[0]
         if query is not None:
             query = query.detach()
-            if (
-                query.shape[2] != key.shape[2]
-            ):  # transformers folds the heads of a KV head into a single token's queries
+            if query.shape[2] != key.shape[2]:  # transformers folds the heads of a KV head into a single token's queries
                 query = query.flatten(1, 2).unsqueeze(2) if key.shape[2] == 1 else None
         ops.observe(
             query,

@@ -146,9 +146,7 @@ class SlidingTable(BlockTable):
         else:
             whole = torch.ones(1, 1, 1, shown, dtype=torch.uint8, device=layer.device) if mask is None else mask
             made = pad(whole, (hidden, 0))
-        is_kept = layer is not self._layers[-1]() and (
-            mask is None or version is not None
-        )  # else nobody knows of a change
+        is_kept = layer is not self._layers[-1]() and (mask is None or version is not None)  # else nobody knows of a change
         self._mask = (mask, asked, made) if is_kept else None
         return made
 

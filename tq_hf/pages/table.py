@@ -159,10 +159,7 @@ class BlockTable:
         elif self._padding_noted != length + new:
             self._padding_noted = length + new
             self._start_rows_at(
-                [
-                    start if start < length else found
-                    for start, found in zip(self.row_starts, first.tolist(), strict=True)
-                ]
+                [start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)]
             )
             for device_table in self._devices.values():
                 device_table.row_start.copy_(_int32(self.row_starts))

@@ -41,9 +41,7 @@ from .rotary import Rotary
 QUERY_FLOOR = 1e-4  # share of the mean energy that every query channel counts for, and so
 KEY_FLOOR = 0.05  # for the variance of keys, which so few tokens estimate poorly
 SMALLEST = 1e-30  # sums below tell nothing: proportions would overflow
-ROUNDING = (
-    1e-10  # share of the keys' energy below which their spread is what subtracting the mean left of fp32's digits
-)
+ROUNDING = 1e-10  # share of the keys' energy below which their spread is what subtracting the mean left of fp32's digits
 HORIZONS = (2048, 8192, 32768)  # contexts, in tokens, that factors are made for alike
 
 

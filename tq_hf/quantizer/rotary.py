@@ -73,10 +73,7 @@ def _turns(config: Any, layer: int) -> bool:
         return False
     if getattr(config, "position_embedding_type", "rope") != "rope":  # Granite 4
         return False
-    for field in (
-        "no_rope_layers",
-        "layer_rope_theta",
-    ):  # 0 for a layer that does not: SmolLM3, Llama 4; Granite SWA, Muse
+    for field in ("no_rope_layers", "layer_rope_theta"):  # 0 for a layer that does not: SmolLM3, Llama 4; Granite SWA, Muse
         layers = getattr(config, field, None)
         if layers and not layers[layer]:
             return False

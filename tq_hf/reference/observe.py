@@ -73,9 +73,5 @@ def observe(
             if center_keys:
                 keys -= keys.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp_min(1)
             spread += keys.masked_fill(~counted, 0).square().sum(1)
-        differ = (
-            spread.sum(-1, keepdim=True) > ROUNDING * key_energy
-        )  # keys that are all alike have no spread to balance
-        balance[row] = balance_factors(
-            query_energy[row], spread.masked_fill(~differ, 0), Partners(partner, partner_share)
-        )
+        differ = spread.sum(-1, keepdim=True) > ROUNDING * key_energy  # keys that are all alike have no spread to balance
+        balance[row] = balance_factors(query_energy[row], spread.masked_fill(~differ, 0), Partners(partner, partner_share))

@@ -66,9 +66,7 @@ def unpack_codes(words: Tensor, bits: int, order: RunOrder) -> Tensor:
             lane_words = _swap_middle_bytes(lane_words)
         codes = lane_words.view(_CODE_TYPES[bits]).unflatten(2, (chunks, RUNS, RUN_CODES))
         if order is RunOrder.VALUES:  # [..., (p, h), (e, a)] to [..., (h, a), (p, e)]
-            codes = (
-                codes.unflatten(4, (2, 4)).unflatten(3, (2, 2)).permute(0, 1, 2, 4, 6, 3, 5).flatten(5).flatten(3, 4)
-            )
+            codes = codes.unflatten(4, (2, 4)).unflatten(3, (2, 2)).permute(0, 1, 2, 4, 6, 3, 5).flatten(5).flatten(3, 4)
     return _from_lanes(codes, order).reshape(*lead, GROUP_TOKENS, dim)
 
 
