@@ -41,9 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", help="hub id or folder; may be repeated (default: SmolLM2-135M-Instruct from PyPI)"
     )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="a text file (default: WikiText-2 raw test, from the hub)"
-    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text file (default: WikiText-2 raw test, from the hub)")
     parser.add_argument("--window", type=int, default=2048, metavar="N", help="tokens a window (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=65536, metavar="N", help="tokens in all (default: %(default)s)")
     parser.add_argument(
@@ -98,15 +96,11 @@ def run_facts(loaded: Loaded, ids: Tensor, starts: bool, device: torch.device, t
     }
 
 
-def measure_model(
-    loaded: Loaded, ids: Tensor, settings: Sequence[Setting], results: ModelResults, lockstep: int
-) -> int:
+def measure_model(loaded: Loaded, ids: Tensor, settings: Sequence[Setting], results: ModelResults, lockstep: int) -> int:
     """Measure what is missing in `results`; how many settings failed."""
     missing = [setting for setting in settings if not results.has(setting)]
     failed, began = 0, time.perf_counter()
-    with tqdm(
-        total=len(missing) * ids.numel(), desc=f"{loaded.name}, {ids.shape[1]}", unit="token", unit_scale=True
-    ) as bar:
+    with tqdm(total=len(missing) * ids.numel(), desc=f"{loaded.name}, {ids.shape[1]}", unit="token", unit_scale=True) as bar:
         for batch in lockstep_batches(missing, ids.shape[1], lockstep):
             found = measure_apart(batch, partial(measure, loaded.model, ids), lambda _: ids.numel(), bar)
             for setting, result in zip(batch, found):
@@ -114,9 +108,7 @@ def measure_model(
                 failed += "error" in result
                 bar.write(f"{setting.name:40} {as_line(result)}", file=sys.stdout)
     seconds = time.perf_counter() - began
-    print(
-        f"{loaded.name}: {len(missing)} settings in {seconds:.0f} s, {len(settings) - len(missing)} were there already"
-    )
+    print(f"{loaded.name}: {len(missing)} settings in {seconds:.0f} s, {len(settings) - len(missing)} were there already")
     return failed
 
 

@@ -40,6 +40,4 @@ def require_files(data_dir: Path, *names: Path) -> None:
     """
     for name in names:
         if not (data_dir / name).is_file():
-            raise RequestError(
-                f"--data-dir {data_dir} has no {name}: eval/tasks/local_data.py says what belongs there."
-            )
+            raise RequestError(f"--data-dir {data_dir} has no {name}: eval/tasks/local_data.py says what belongs there.")

@@ -105,9 +105,7 @@ def _parts(dim: int, bits: int, is_split: bool) -> list[tuple[int, int]]:
     return [(dim // 2, bits + 1), (dim - dim // 2, bits)] if is_split else [(dim, bits)]
 
 
-def _as_read(
-    vectors: Tensor, bits: int, config: TurboQuantConfig, order: Tensor | None, is_key: bool
-) -> Tensor:
+def _as_read(vectors: Tensor, bits: int, config: TurboQuantConfig, order: Tensor | None, is_key: bool) -> Tensor:
     """Vectors [..., P, D] after quantization; `order` [..., 1, D] tells the outlier channels, None: no split."""
     if order is None:
         return _through_codec(vectors, bits, config, is_key)

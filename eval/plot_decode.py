@@ -24,9 +24,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """Write the figure; the suffix of `path` tells the format."""
     rows = [row for row in found["results"] if row["heads"] == HEADS and row["sdpa"]]
     if not rows:
-        raise RequestError(
-            f"no row has {HEADS} heads and a time of SDPA: run scripts/bench_decode.py with its defaults."
-        )
+        raise RequestError(f"no row has {HEADS} heads and a time of SDPA: run scripts/bench_decode.py with its defaults.")
     rate = found["copy_bytes_per_second"] / 1e6  # bytes a microsecond
     figure, ((panel,),) = figure_of(1, 1, size=(7.2, 4.6))
     for preset, color in zip(dict.fromkeys(row["preset"] for row in rows), COLORS):

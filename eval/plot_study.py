@@ -15,6 +15,7 @@ from .stored import StoredResults
 
 PANELS = 5  # heatmaps in a row
 
+
 def draw(kind: str, results: Sequence[StoredResults], out: Path) -> Path:
     """Write `out`/KIND.png.
 

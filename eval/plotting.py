@@ -41,9 +41,7 @@ def parser_of(name: str, description: str | None, default: str) -> Parser:
     parser = Parser(
         prog=f"python -m eval.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help=f"the .svg or .png to write (default: {default})"
-    )
+    parser.add_argument("--image", type=Path, metavar="FILE", help=f"the .svg or .png to write (default: {default})")
     return parser
 
 

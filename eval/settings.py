@@ -124,9 +124,7 @@ def _keys() -> Iterable[Setting]:
 def _values() -> Iterable[Setting]:
     for base in ("tq4", *ABLATED):
         changes = {"value_format": "min_max"}
-        yield _changed(
-            base, f"{base}, min/max values", "values", "published values: a minimum and no rotation", **changes
-        )
+        yield _changed(base, f"{base}, min/max values", "values", "published values: a minimum and no rotation", **changes)
         why = "what scales fitted to scores and sums of values are worth"
         yield _changed(base, f"{base}, norm-corrected scales", "scale", why, scale="norm_corrected")
         for codebook in ("gaussian", "beta"):

@@ -72,9 +72,7 @@ class SimulatedLayer(DynamicLayer):
             return
         if self.known is None:
             if self.query_energy is None:
-                raise RuntimeError(
-                    f"a simulated layer has seen no queries: use attn_implementation={ATTENTION_NAME!r}."
-                )
+                raise RuntimeError(f"a simulated layer has seen no queries: use attn_implementation={ATTENTION_NAME!r}.")
             key, value = self.keys[:, :, self.first_tokens], self.values[:, :, self.first_tokens]
             pairs = partners(self.rotary, key.shape[3], key.device)
             self.known = condition(self.query_energy, key, value, pairs, self.config)
@@ -118,9 +116,7 @@ class SimulatedCache(Cache):
             "lloyd_max",
             0,
         ):
-            raise ValueError(
-                f"{quantization} cannot be simulated: expected lloyd_max keys and values, no boundary layers."
-            )
+            raise ValueError(f"{quantization} cannot be simulated: expected lloyd_max keys and values, no boundary layers.")
         self.quantization = quantization
         text = config.get_text_config(decoder=True)
         layers = DynamicCache(config=text).layers
@@ -141,9 +137,7 @@ class SimulatedCache(Cache):
         return CacheReport("simulated", tuple(layers), 0)
 
 
-def _observed_attention(
-    module: torch.nn.Module, query: Tensor, key: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
+def _observed_attention(module: torch.nn.Module, query: Tensor, key: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     if isinstance(key, Tensor) and (layer := getattr(key, "simulated_layer", None)) is not None:
         layer().observe(query)
     return turboquant_attention(module, query, key, *args, **kwargs)

@@ -62,9 +62,7 @@ class StoredResults:
             found = json.loads(path.read_text(encoding="utf-8"))
             return cls(path, found["run"], found[cls.key])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RequestError(
-                f"{path} holds no results of {cls.command}: delete it, or give another --out."
-            ) from error
+            raise RequestError(f"{path} holds no results of {cls.command}: delete it, or give another --out.") from error
 
     def holds(self, name: str, config: Any) -> bool:
         """Whether there is a result of that name, measured of `config`; one that failed is none."""

@@ -68,9 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="every Nth batch of cells, from the Ith on: one of N processes"
     )
-    parser.add_argument(
-        "--report", action="store_true", help="measure nothing: write tables and plots of what is there"
-    )
+    parser.add_argument("--report", action="store_true", help="measure nothing: write tables and plots of what is there")
     args = parser.parse_args(argv)
     found = re.fullmatch(r"(\d+)/(\d+)", args.part)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):

@@ -28,9 +28,7 @@ def read_text(path: Path | None, instead: str = "--text FILE") -> str:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise RequestError(
-            f"WikiText-2 comes through `datasets`: pip install -e '.[eval]', or give {instead}."
-        ) from error
+        raise RequestError(f"WikiText-2 comes through `datasets`: pip install -e '.[eval]', or give {instead}.") from error
     try:
         rows = load_dataset(DATASET, CONFIGURATION, split="test")["text"]
     except (OSError, ValueError, RuntimeError) as error:

@@ -109,14 +109,10 @@ def generate_bars(found: dict[str, Any]) -> Iterator[Bar]:
     for point, its in rows.items():
         yield from _speed_bars(point, its, found["copy_bytes_per_second"])
         yield from _memory_bars(point, its)
-    most = {
-        row["cache"]: row["rows"] for row in found["capacity"] if row["shape"] == GENERATE_SHAPE and row.get("rows")
-    }
+    most = {row["cache"]: row["rows"] for row in found["capacity"] if row["shape"] == GENERATE_SHAPE and row.get("rows")}
     for cache, limit in LARGEST_BATCH.items():
         if cache in most and "DynamicCache" in most:
-            yield Bar(
-                f"{cache}: largest batch / DynamicCache's", most[cache] / most["DynamicCache"], limit, at_least=True
-            )
+            yield Bar(f"{cache}: largest batch / DynamicCache's", most[cache] / most["DynamicCache"], limit, at_least=True)
 
 
 def _speed_bars(point: str, its: dict[str, dict[str, Any]], rate: float) -> Iterator[Bar]:
@@ -127,9 +123,7 @@ def _speed_bars(point: str, its: dict[str, dict[str, Any]], rate: float) -> Iter
         floor = (static["weight_bytes_read"] + static["cache_bytes"]) / rate
         yield Bar(f"{point} tq4, static: step / floor", static["step_s"] / floor, OVER_FLOOR)
         if point in AGAINST_STATIC and "StaticCache" in its:
-            yield _faster(
-                f"{point} tq4, static: times StaticCache", static, [its["StaticCache"]], AGAINST_STATIC[point]
-            )
+            yield _faster(f"{point} tq4, static: times StaticCache", static, [its["StaticCache"]], AGAINST_STATIC[point])
         if point in AGAINST_FASTEST and exact:
             yield _faster(f"{point} tq4, static: times the fastest bf16", static, exact, AGAINST_FASTEST[point])
     if eager is not None and dynamic is not None:

@@ -121,15 +121,11 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--caches", metavar="LIST", help=f"separated by semicolons; default: {'; '.join(DEFAULT)}")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help=f"{'; '.join(QUICK)} at {', '.join(QUICK_POINTS)}")
-    what.add_argument(
-        "--capacity", nargs="?", const="32k", metavar="TOKENS", help="the largest batch (default: at 32k)"
-    )
+    what.add_argument("--capacity", nargs="?", const="32k", metavar="TOKENS", help="the largest batch (default: at 32k)")
     what.add_argument("--profile", nargs=2, metavar=("CACHE", "POINT"), help="one decode step by host, kernels, gaps")
     what.add_argument("--report", action="store_true", help="only print the tables")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end in time; the same command goes on")
-    parser.add_argument(
-        "--parallel", type=int, default=PARALLEL, help="cells that compile at once, at most: %(default)s"
-    )
+    parser.add_argument("--parallel", type=int, default=PARALLEL, help="cells that compile at once, at most: %(default)s")
     parser.add_argument("--most-rows", type=int, default=4096, help="where --capacity stops: %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for dry runs")
     args = parser.parse_args(argv)

@@ -105,9 +105,7 @@ def steps(
     return taken
 
 
-def bench_step(
-    preset: str, batch: int, tokens: int, attention: Callable[..., None], padding: int
-) -> list[dict[str, Any]]:
+def bench_step(preset: str, batch: int, tokens: int, attention: Callable[..., None], padding: int) -> list[dict[str, Any]]:
     """Microseconds of the steps without and with a page."""
     config = LlamaConfig(
         hidden_size=QUERY_HEADS * DIM, num_attention_heads=QUERY_HEADS, num_key_value_heads=HEADS, num_hidden_layers=1
@@ -119,9 +117,7 @@ def bench_step(
     taken = steps(cache, attention, batch, padding, STEPS)
     rows = []
     for page in (False, True):
-        chosen = [
-            {name: ns / 1e3 for name, ns in step.items() if name != "page"} for step in taken if step["page"] == page
-        ]
+        chosen = [{name: ns / 1e3 for name, ns in step.items() if name != "page"} for step in taken if step["page"] == page]
         row: dict[str, Any] = {"preset": preset, "shape": f"{batch}x{tokens}", "attention": attention.__name__}
         row |= {"padding": padding, "page": page}
         row |= {f"{name}_us": statistics.median(step[name] for step in chosen) for name in chosen[0]}
@@ -166,9 +162,7 @@ def bench_launch() -> list[dict[str, Any]]:
 def print_table(rows: list[dict[str, Any]]) -> None:
     print("| " + " | ".join(rows[0]) + " |\n" + "| --- " * len(rows[0]) + "|")
     for row in rows:
-        print(
-            "| " + " | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()) + " |", flush=True
-        )
+        print("| " + " | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row.values()) + " |", flush=True)
     print()
 
 

@@ -23,9 +23,9 @@ import tq_hf
 from tq_hf import TurboQuantCache, TurboQuantConfig
 from tq_hf.commands import Loaded, Parser, RequestError, choose_device, first_line, load, read_text, serve, versions
 from tq_hf.config import DEFAULT_PRESET, PRESETS
+from tq_hf.generation.chunks import first_page_tokens
 from tq_hf.generation.comparison import Agreement, Generation, cache_nbytes, generate_timed, logit_agreement
 from tq_hf.generation.conversation import context_length, encode_prompt
-from tq_hf.scoring.chunks import first_page_tokens
 
 COMPARED_POSITIONS = 1024
 CACHES = ("DynamicCache", "TurboQuantCache")

@@ -27,8 +27,8 @@ from tests import tiny_models
 from tests.tiny_models import prompt
 from tq_hf import PRESETS, TurboQuantConfig
 from tq_hf.commands import RequestError
+from tq_hf.generation.chunks import first_page_tokens, text_chunks
 from tq_hf.generation.comparison import cache_argument, score_texts
-from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 
 ROOT = Path(__file__).parents[1]
 ROWS = 2
@@ -65,9 +65,7 @@ def test_lockstep_scores_are_those_of_single_tokens(sharp_model: Any, preset: st
     log_p, log_q = [], []
     with torch.no_grad():
         for i in range(LENGTH):
-            assert (single.report().packed_tokens > 0) == (
-                i >= first
-            )  # what counts reads pages, and all of that counts
+            assert (single.report().packed_tokens > 0) == (i >= first)  # what counts reads pages, and all of that counts
             for cache, out in ((exact, log_p), (single, log_q)):
                 logits = sharp_model(ids[:, i : i + 1], **{argument: cache}).logits
                 out.append(F.log_softmax(logits.float(), -1))
@@ -154,9 +152,7 @@ def test_windows_that_pack_nothing_are_an_error(sharp_model: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_bias", "gemma3_hybrid"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"balance_keys": False}, {"center_keys": False}, {"key_bits": 2, "page_size": 32}]
-)
+@pytest.mark.parametrize("changes", [{}, {"balance_keys": False}, {"center_keys": False}, {"key_bits": 2, "page_size": 32}])
 def test_the_simulation_is_the_packed_cache(family: str, changes: dict[str, Any]) -> None:
     model = tiny_models.tiny_model(family, initializer_range=0.2, head_dim=32, max_position_embeddings=1024)
     config = replace(PRESETS["tq3"], **changes)

@@ -65,9 +65,7 @@ def test_extend_store_and_host() -> None:
         {"attention": name, "shape": "1x8192", "padding": 0, "page": False, "update_us": 6.0, "attend_us": 55.0}
         for name in ("packed_attention", "sdpa")
     ]
-    assert by_name(list(bars.host_bars({"steps": steps}))) == {
-        "1x8192, 0 padding: host µs of update + attend": (61, False)
-    }
+    assert by_name(list(bars.host_bars({"steps": steps}))) == {"1x8192, 0 padding: host µs of update + attend": (61, False)}
 
 
 def test_the_table_of_a_folder_ends_with_what_is_missed(tmp_path: Path) -> None:

@@ -18,9 +18,7 @@ from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
 CONFIG = LlamaConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
 
 
-def states(
-    tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, seed: int = 0, dtype: Any = torch.float32
-) -> Tensor:
+def states(tokens: int, batch: int = 1, heads: int = 2, dim: int = 64, seed: int = 0, dtype: Any = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype)
 
@@ -222,11 +220,11 @@ def test_lengths_and_mask_sizes(options: dict[str, Any]) -> None:
     assert cache.get_max_length() == limit
     assert cache.is_compileable == (limit > 0)
     assert cache.get_mask_sizes(7, 0) == ((limit, 0) if limit > 0 else (7, 0))
-    key, value = cache.update(states(150), states(150), 0)
+    key, value = cache.layers[0].update(states(150), states(150))
     assert cache.get_seq_length() == 150  # counted at once, although attention has not seen it yet
     assert key.shape == value.shape == (1, 2, limit if limit > 0 else 150, 64)
     assert (key.dtype, key.device.type, key.ndim, key.dim(), key.size(1)) == (torch.float32, "cpu", 4, 4, 2)
-    cache.update(states(1), states(1), 0)
+    cache.layers[0].update(states(1), states(1))
     assert cache.get_seq_length() == 151
     assert cache.get_mask_sizes(1, 0) == ((limit, 0) if limit > 0 else (152, 0))
 
@@ -403,9 +401,9 @@ def test_a_deep_copy_is_independent() -> None:
 
 def test_an_old_handle_is_refused() -> None:
     cache = filled(100, "raw")
-    key, value = cache.update(states(1), states(1), 0)
+    key, value = cache.layers[0].update(states(1), states(1))
     cache.layers[0].flush()
-    cache.update(states(1), states(1), 0)
+    cache.layers[0].update(states(1), states(1))
     cache.layers[0].flush()
     with pytest.raises(RuntimeError, match="show the cache at 101 tokens"):
         torch.nn.functional.scaled_dot_product_attention(states(1), key, value)
@@ -459,9 +457,9 @@ def test_fp8_keys_beyond_their_range_are_flagged() -> None:
 def test_zero_and_equal_vectors_are_legal(preset: str) -> None:
     cache = TurboQuantCache(CONFIG, preset, **sizes(preset))
     key, value = torch.zeros(1, 2, 300, 64), torch.full((1, 2, 300, 64), 3.0)
-    handles = cache.update(key, value, 0)
+    handles = cache.layers[0].update(key, value)
     assert torch.equal(handles[0].dense(), key)
-    handles = cache.update(key[:, :, :1], value[:, :, :1], 0)
+    handles = cache.layers[0].update(key[:, :, :1], value[:, :, :1])
     dense_key, dense_value = (h.dense() for h in handles)
     assert torch.equal(dense_key, torch.zeros_like(dense_key))
     assert torch.isfinite(dense_value).all()

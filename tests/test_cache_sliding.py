@@ -188,9 +188,9 @@ def test_to_moves_everything(kind: str) -> None:
     assert {t.device.type for t in tensors} == {"meta"}
     assert agree(fork, theirs)
     for table in fork.tables:  # what `to` does where the device differs
-        table.move(torch.device("cpu"))
+        table.moved(torch.device("cpu"))()
     for layer in fork.packed_layers:
-        layer.move(torch.device("cpu"))
+        layer.move(torch.device("cpu"), layer.on(torch.device("cpu")))
     for seed in range(40):
         feed([fork, theirs], 3, 30 + seed)
     assert agree(fork, theirs)

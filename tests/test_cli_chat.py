@@ -175,9 +175,7 @@ def test_other_errors_are_not_hidden(chat: Chat, monkeypatch: pytest.MonkeyPatch
         chat(["Question"])
 
 
-def test_a_full_context_says_what_to_do(
-    tq_hf: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_context_says_what_to_do(tq_hf: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_word_model(tmp_path, max_position_embeddings=180)
     chat = Chat(tq_hf, tmp_path, monkeypatch)
     result = chat([LONG, LONG, "/reset", "Question"], "--json")

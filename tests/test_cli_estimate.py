@@ -84,9 +84,7 @@ def test_options_of_the_cache(tq_hf: CommandLine, word_folder: Path) -> None:
     assert "StaticCache, bf16" in text
 
 
-def test_the_embedded_model_is_the_default(
-    tq_hf: CommandLine, word_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_embedded_model_is_the_default(tq_hf: CommandLine, word_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_model, "embedded_model", lambda: word_folder)
     for argv in ([], ["--config", embedded_model.NAME]):
         assert tq_hf("estimate", *argv, "--json").json["config"] == embedded_model.NAME

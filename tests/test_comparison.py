@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from tq_hf import PRESETS, TurboQuantCache, TurboQuantConfig
+from tq_hf.generation.chunks import first_page_tokens, text_chunks
 from tq_hf.generation.comparison import cache_argument, cache_nbytes, generate_timed, logit_agreement
 from tq_hf.reporting.memory import storage_bytes
-from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 
 
 def ids(length: int, seed: int = 0) -> torch.Tensor:

@@ -101,9 +101,7 @@ def test_exact_tokens_of_32_bits_have_a_kernel_of_their_own(monkeypatch: pytest.
 
 @pytest.mark.parametrize("preset", ["tq4", "tq2"])
 @pytest.mark.parametrize(("rows", "thousands"), [(1, 8), (1, 32), (1, 128), (8, 32), (32, 32)])
-def test_slots_leave_room_for_exact_tokens(
-    monkeypatch: pytest.MonkeyPatch, preset: str, rows: int, thousands: int
-) -> None:
+def test_slots_leave_room_for_exact_tokens(monkeypatch: pytest.MonkeyPatch, preset: str, rows: int, thousands: int) -> None:
     """All slots run at once, and programs of exact tokens, one after another in the places left, are done as early."""
     module = importlib.import_module("tq_hf.kernels.schedule")
     monkeypatch.setattr(module, "_properties", lambda device: SimpleNamespace(major=9, multi_processor_count=132))
@@ -187,9 +185,7 @@ def test_the_widest_decode_spills_little(
         ("tq4", 128, 16, "decode"),
     ],
 )
-def test_which_kernel_takes_what(
-    monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, kernel: str
-) -> None:
+def test_which_kernel_takes_what(monkeypatch: pytest.MonkeyPatch, preset: str, dim: int, columns: int, kernel: str) -> None:
     found = launches(monkeypatch, 90, preset, dim, columns, 1, 10)
     assert [name for name in ("decode", "extend", "attend_packed") if name in found] == [kernel]
 

@@ -106,9 +106,7 @@ def test_packing_compiles_in_seconds(
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("max_due", [0, 1])
-def test_the_steps_of_a_commit(
-    monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tmp_path: Path
-) -> None:
+def test_the_steps_of_a_commit(monkeypatch: pytest.MonkeyPatch, architecture: int, max_due: int, tmp_path: Path) -> None:
     found = launches(monkeypatch, architecture, "tq4", (128, 128), torch.bfloat16, max_due)
     steps = ["pack_pages"] * max_due + ["append_tokens", "advance_counters"]
     assert list(found) == steps

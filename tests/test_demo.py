@@ -140,9 +140,7 @@ def test_an_unknown_model_is_one_line_that_offers_the_embedded_one(
         raise OSError(f"We couldn't connect to the hub to load {name}.\nCheck your connection.")
 
     monkeypatch.setattr(serving.AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(
-        RequestError, match=r"loaded from some/model: We couldn't connect .* some/model\. Leave the field"
-    ):
+    with pytest.raises(RequestError, match=r"loaded from some/model: We couldn't connect .* some/model\. Leave the field"):
         models.get("some/model")
 
 
@@ -468,10 +466,7 @@ def test_the_memory_page_is_the_estimate(models: serving.Models, folder: str) ->
 def test_a_pasted_config_counts_as_its_model() -> None:
     config = LlamaConfig(num_hidden_layers=3, quantization_config={"bits": 4})
     parsed = memory.parse_config(json.dumps(config.to_dict()))
-    assert (
-        estimate_memory(parsed, "tq4", 999).nbytes
-        == estimate_memory(LlamaConfig(num_hidden_layers=3), "tq4", 999).nbytes
-    )
+    assert estimate_memory(parsed, "tq4", 999).nbytes == estimate_memory(LlamaConfig(num_hidden_layers=3), "tq4", 999).nbytes
 
 
 @pytest.mark.parametrize(

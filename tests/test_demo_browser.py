@@ -106,9 +106,7 @@ def send(page: Page, text: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (390, False)], ids=["desktop, dark", "phone, light"])
-def test_every_page_fits_and_fetches_nothing_from_elsewhere(
-    browser: Browser, demo: Served, width: int, dark: bool
-) -> None:
+def test_every_page_fits_and_fetches_nothing_from_elsewhere(browser: Browser, demo: Served, width: int, dark: bool) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme="dark" if dark else "light")
     urls, errors = [], []
     page.on("request", lambda request: urls.append(request.url))

@@ -82,9 +82,7 @@ def test_the_command_refuses_in_one_line(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["demo", "--model", "/no/model"]) == 2
-    assert (
-        capsys.readouterr().err.strip().splitlines()[-1].startswith("error: the model folder /no/model does not exist.")
-    )
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: the model folder /no/model does not exist.")
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert main(["demo"]) == 2
     assert "pip install 'tq-hf[demo]'" in capsys.readouterr().err

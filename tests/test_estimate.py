@@ -158,9 +158,7 @@ def window_config(window: int, *kinds: str) -> Gemma3TextConfig:
         (64, "raw", 2, 150, {"page_size": 32, "recent_window": 0, "sink_tokens": 1}),
     ],
 )
-def test_windows_as_text_runs_through_them(
-    window: int, preset: str, rows: int, first: int, changes: dict[str, int]
-) -> None:
+def test_windows_as_text_runs_through_them(window: int, preset: str, rows: int, first: int, changes: dict[str, int]) -> None:
     config = window_config(window, "sliding_attention", "full_attention")
     config.dtype = torch.float32
     cache = TurboQuantCache(config, preset, **changes)

@@ -70,9 +70,7 @@ def test_raw_pages_give_the_tokens_of_dynamic_cache(family: str, attention: str)
     for ours, theirs in zip(result.logits, expected.logits, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
     assert bool(cache.packed_layers) == (family not in UNPACKED)
-    full = [
-        layer.report(0).packed_tokens for layer in cache.packed_layers if type(layer) in (TurboQuantLayer, HybridLayer)
-    ]
+    full = [layer.report(0).packed_tokens for layer in cache.packed_layers if type(layer) in (TurboQuantLayer, HybridLayer)]
     assert full == [2 * 96] * len(full)
 
 
@@ -199,9 +197,7 @@ def test_a_cache_that_packs_nothing_says_why_once(family: str, caplog: pytest.Lo
 def test_a_bare_cache_refuses_cross_attention(family: str, options: dict[str, int]) -> None:
     model = tiny_model(family)
     ids, mask, _ = inputs(model)
-    with pytest.raises(
-        ValueError, match=r"pass EncoderDecoderCache\(TurboQuantCache\(model.config\), DynamicCache\(\)\)"
-    ):
+    with pytest.raises(ValueError, match=r"pass EncoderDecoderCache\(TurboQuantCache\(model.config\), DynamicCache\(\)\)"):
         generate(model, ids, TurboQuantCache(model.config, **SMALL, **options), mask, new=4)
 
 

@@ -90,9 +90,7 @@ def preset(name: str, key_dim: int, dtype: torch.dtype, value_dim: int | None = 
     return Case(TurboQuantConfig.from_preset(name, **overrides), key_dim, value_dim or key_dim, dtype)
 
 
-def own(
-    key: str, key_bits: int, value: str, value_bits: int, dims: tuple[int, int], dtype: torch.dtype, **rest
-) -> Case:
+def own(key: str, key_bits: int, value: str, value_bits: int, dims: tuple[int, int], dtype: torch.dtype, **rest) -> Case:
     return Case(TurboQuantConfig(key, key_bits, value, value_bits, **rest), *dims, dtype)
 
 

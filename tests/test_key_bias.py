@@ -46,9 +46,7 @@ def kl(exact: Tensor, other: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layers", [ALL, BOUNDARY], ids=["all", "boundary"])
 @pytest.mark.parametrize(("preset", "bound"), [("tq4", 0.001), ("tq3", 0.006), ("tq3v2", 0.035), ("tq2", 0.04)])
-def test_a_bias_of_hundreds_costs_our_presets_next_to_nothing(
-    preset: str, bound: float, layers: tuple[int, ...]
-) -> None:
+def test_a_bias_of_hundreds_costs_our_presets_next_to_nothing(preset: str, bound: float, layers: tuple[int, ...]) -> None:
     plain, biased = (divergence(biased_model(layers, norm), preset) for norm in (0, 700))
     assert biased < bound and biased < 1.3 * plain
 

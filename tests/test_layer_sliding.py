@@ -66,9 +66,7 @@ def flush(cache: TurboQuantCache) -> None:
         (63, 128, torch.bfloat16, set()),
     ],
 )
-def test_a_layer_is_packed_where_that_is_smaller(
-    window: int, dim: int, dtype: torch.dtype, packed_by: set[str]
-) -> None:
+def test_a_layer_is_packed_where_that_is_smaller(window: int, dim: int, dtype: torch.dtype, packed_by: set[str]) -> None:
     presets = ("tq4", "tq3", "tq3v2", "tq2", "k8v4", "4bit_nc", "3bit_nc", "raw")
     assert {p for p in presets if packs_window(PRESETS[p], window, dim, dim, dtype)} == packed_by
 
@@ -120,9 +118,7 @@ def test_what_is_not_packed_keeps_transformers_class() -> None:
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "sizes", [[1] * 400, [300, *[1] * 100], [150] * 3, [33] * 12, [7, 500, 1, 64, 1, 200, 1]], ids=len
-)
+@pytest.mark.parametrize("sizes", [[1] * 400, [300, *[1] * 100], [150] * 3, [33] * 12, [7, 500, 1, 64, 1, 200, 1]], ids=len)
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_handles_show_what_transformers_own_layer_shows(sizes: list[int], sinks: int) -> None:
     ours, stock = new_cache(sink_tokens=sinks), DynamicCache(config=mistral())
@@ -316,9 +312,9 @@ def test_a_deep_copy_is_independent() -> None:
 def test_one_layer_ahead_of_the_others_forgets_nothing() -> None:
     cache = new_cache()
     for i in range(200):
-        cache.update(states(1, seed=i), states(1, seed=-i), 0)
+        cache.layers[0].update(states(1, seed=i), states(1, seed=-i))
     assert table_of(cache).origin == 0
-    shown = cache.update(states(1), states(1), 0)[0].dense()
+    shown = cache.layers[0].update(states(1), states(1))[0].dense()
     assert torch.equal(shown[:, :, :-1], torch.cat([states(1, seed=i) for i in range(105, 200)], 2))
 
 
@@ -349,7 +345,7 @@ def test_an_attention_window_must_be_the_tables() -> None:
     cache = new_cache()
     feed(cache, states(200), states(200))
     for window, message in ((WINDOW, None), (50, r"sliding_window=50.*sliding attention over 96 tokens")):
-        key, value = cache.update(states(1), states(1), 0)
+        key, value = cache.layers[0].update(states(1), states(1))
         if message is None:
             out, _ = turboquant_attention(torch.nn.Module(), states(1), key, value, None, sliding_window=window)
             assert isinstance(cache.layers[0], SlidingLayer)

@@ -378,12 +378,44 @@ def test_shares_count_what_the_last_query_reads(folder: str) -> None:
 
 def test_usage_is_summed_over_processes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"some_task": CacheUsage(1, 100, 60, 10.0, 30.0), "elsewhere": CacheUsage(1, 100, 50, 1.0, 2.0)}
-    monkeypatch.setattr(lm_eval_model, "gather_object", lambda mine: [*mine, other])
+
+    def gathered(mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        is_usage = all(isinstance(value, CacheUsage) for value in mine[0].values())
+        return [*mine, other if is_usage else {"some_task": 100}]
+
+    monkeypatch.setattr(lm_eval_model, "gather_object", gathered)
     model = ours(folder, preset="tq4")
     model._world_size = 2
     model.loglikelihood(requests("loglikelihood", [(sentence(199), " water")]), True)
     assert model.usage["some_task"].packed_tokens == 128 + 60
     assert model.usage["elsewhere"] == other["elsewhere"]
+
+
+def test_short_texts_of_one_process_do_not_end_the_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task is refused where none of its texts reads a page in any process, and all processes refuse it then."""
+    longest = {"some_task": 199, "elsewhere": 100}
+    monkeypatch.setattr(lm_eval_model, "gather_object", lambda mine: [*mine, longest])
+    model = ours(folder, preset="tq4")
+    model._world_size = 2
+    monkeypatch.setattr(model, "_account", lambda: None)
+    with pytest.raises(ValueError, match=r"task elsewhere: .*longest text has 100 tokens"):
+        model.loglikelihood(requests("loglikelihood", [(sentence(30), " water")]), True)
+    del longest["elsewhere"]
+    assert len(model.loglikelihood(requests("loglikelihood", [(sentence(30), " water")]), True)) == 1
+
+
+def test_copies_that_fill_a_process_up_are_not_counted(folder: str) -> None:
+    """lm-eval gives every process as many requests as the others have, by repeating its last one."""
+    model = ours(folder, preset="tq4")
+    scored = requests("loglikelihood_rolling", [(sentence(199, 1),), (sentence(150, 2),)])
+    scores = model.loglikelihood_rolling([*scored, scored[-1], scored[-1]], True)
+    assert len(scores) == 4 and scores[1:] == [pytest.approx(scores[1], rel=1e-5)] * 3
+    assert (model.usage["some_task"].texts, model.usage["some_task"].tokens) == (2, 199 + 150)
+    model = ours(folder, preset="tq4")
+    asked = requests("generate_until", [(sentence(n, n), {"until": [], "max_gen_toks": 9}) for n in (190, 180)])
+    texts = model.generate_until([*asked, asked[-1]], True)
+    assert texts[2] == texts[1] != texts[0]
+    assert model.usage["some_task"].texts == 2
 
 
 def test_the_command_needs_lm_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

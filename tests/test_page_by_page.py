@@ -9,8 +9,8 @@ import torch
 
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import ATTENTION_NAME, TurboQuantCache, TurboQuantConfig
+from tq_hf.generation.chunks import first_page_tokens, text_chunks
 from tq_hf.generation.comparison import cache_argument
-from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 from tq_hf.scoring.mode import tokens_in_pages
 from tq_hf.scoring.page_by_page import PageByPageCache, pages_at_once
 

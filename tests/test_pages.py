@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tq_hf.pages.table import NO_PAGE, SPARE_ENTRIES, BlockTable
+from tq_hf.pages.edits import SPARE_ENTRIES
+from tq_hf.pages.pool import NO_PAGE
+from tq_hf.pages.table import BlockTable
 
 CPU = torch.device("cpu")
 
@@ -61,10 +63,10 @@ def test_crop_shortens_and_frees(length: int, spans: list[tuple[int, int]], end:
 def test_rows_share_pages_by_reference() -> None:
     table = filled(rows=2)
     first, second = (list(row) for row in table.rows)
-    table.select_rows([1, 1, 0])
+    table.take(table.selected([1, 1, 0]))
     assert table.rows == [second, second, first]
     assert table.pages.used == 6
-    table.select_rows([0])  # both copies of row 1, but not row 0
+    table.take(table.selected([0]))  # both copies of row 1, but not row 0
     assert table.pages.used == 3
     assert sorted(table.pages.free) == sorted(first)
     table.crop(0, used=3)
@@ -73,7 +75,7 @@ def test_rows_share_pages_by_reference() -> None:
 
 def test_copies_diverge_on_new_pages_only() -> None:
     table = filled(rows=1)
-    table.select_rows([0, 0])
+    table.take(table.selected([0, 0]))
     table.reserve(4 + 64 * 4)
     (a, b) = table.rows
     assert a[:3] == b[:3]

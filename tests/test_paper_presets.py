@@ -187,9 +187,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [(2, 4), (3, 2), (4, 3)], ids=str)
 @pytest.mark.parametrize("preset", PAPER)
-def test_attention_is_that_over_what_gathering_gives(
-    preset: str, bits: tuple[int, int], shape: tuple[Any, ...]
-) -> None:
+def test_attention_is_that_over_what_gathering_gives(preset: str, bits: tuple[int, int], shape: tuple[Any, ...]) -> None:
     dim, value_dim, group, queries, length, new, starts = shape
     config = TurboQuantConfig.from_preset(preset, key_bits=bits[0], value_bits=bits[1])
     state = PackedState(config, dim=dim, value_dim=value_dim, capacity=1024, row_start=starts)
@@ -283,9 +281,7 @@ def test_a_static_cache_on_a_gpu_is_refused_before_anything_changes(preset: str)
         cache = TurboQuantCache(CONFIG, preset, max_cache_len=400)
         layer = cache.packed_layers[0]
         for first_use in (layer.update, layer.lazy_initialization):
-            with pytest.raises(
-                ValueError, match=r"max_cache_len=400 on cuda:0 needs Triton kernels.*leave max_cache_len"
-            ):
+            with pytest.raises(ValueError, match=r"max_cache_len=400 on cuda:0 needs Triton kernels.*leave max_cache_len"):
                 first_use(states, states)
             assert not layer.is_initialized and cache.table.batch_size is None
         for other in (TurboQuantCache(CONFIG, preset), TurboQuantCache(CONFIG, "tq4", max_cache_len=400)):

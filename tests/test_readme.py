@@ -138,7 +138,8 @@ def test_the_version_is_the_packages() -> None:
 
 def test_what_readmes_link_to_exists() -> None:
     shown = set()
-    for readme in (ROOT / "README.md", *(ROOT / place / "README.md" for place in PLACES)):
+    pages = (ROOT / "README.md", *(ROOT / place / "README.md" for place in PLACES), ROOT / "scripts/MULTI_GPU.md")
+    for readme in pages:
         for link in re.findall(r"\]\(([^)#]+)\)", readme.read_text(encoding="utf-8")):
             if not link.startswith("https://"):
                 target = readme.parent / link

@@ -46,9 +46,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return lines[0]
 
 
-def test_results_have_the_documented_keys(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_have_the_documented_keys(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     argv = ["--model", str(folder), "--prompt", prompt(300), "--max-new-tokens", "9", "--device", "cpu", "--json", str(out)]
     assert compare.main(argv) == 0

@@ -66,9 +66,7 @@ def require(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STUDIES)
-def test_a_study_runs_and_is_resumed(
-    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_runs_and_is_resumed(kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require(kind)
     assert study.main(arguments(place, kind, tmp_path, "--part", "2/2")) == 0
     some = stored(tmp_path, kind)["cells"]
@@ -478,8 +476,6 @@ def test_backends_that_are_not_installed_are_named(
 
 def test_a_cache_that_quantizes_nothing_is_an_error(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.yaml"
-    path.write_text(
-        yaml.safe_dump({"study": "compare", "prompt": 100, "new_tokens": 2, "scored": 150, "caches": ["tq4"]})
-    )
+    path.write_text(yaml.safe_dump({"study": "compare", "prompt": 100, "new_tokens": 2, "scored": 150, "caches": ["tq4"]}))
     assert study.main([str(path), *arguments(place, "compare", tmp_path)[1:]]) == 1
     assert "quantized none of 101 tokens" in stored(tmp_path, "compare")["cells"]["tq4"]["error"]

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 from tests.test_generate_sliding import logits_after, sliding_model
 from tests.tiny_models import prompt, tiny_model
 from tq_hf import TurboQuantCache, TurboQuantConfig
+from tq_hf.generation.chunks import first_page_tokens, text_chunks
 from tq_hf.generation.comparison import cache_argument
 from tq_hf.layers.sliding import SlidingLayer
 from tq_hf.scoring.at_once import AtOnceCache
-from tq_hf.scoring.chunks import first_page_tokens, text_chunks
 from tq_hf.scoring.mode import ScoringMode
 from tq_hf.scoring.token_scores import TokenScores, goes_on_in_chunks, score_tokens
 
@@ -75,9 +75,7 @@ def test_chunks_read_what_single_tokens_read(model: Any, texts: list[list[int]],
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ["turboquant", "sdpa", "eager"])
-def test_unquantized_pages_score_as_the_exact_model(
-    model: Any, texts: list[list[int]], mode: str, attention: str
-) -> None:
+def test_unquantized_pages_score_as_the_exact_model(model: Any, texts: list[list[int]], mode: str, attention: str) -> None:
     model.set_attn_implementation(attention)
     scores = score(model, texts, mode, "raw", page_size=32, **({} if mode == "packed" else {"recent_window": 16}))
     for row, text in enumerate(texts):

@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from transformers.utils import logging
 
 from . import ops
-from .layers.packed_kv import PackedKV, are_pair, attend_first, densify
+from .layers.packed_kv import PackedKV, are_pair, attend_first, densify, or_drop
 
 logger = logging.get_logger(__name__)
 
@@ -139,7 +139,8 @@ def turboquant_attention(
     needs_sdpa = kwargs.get("position_bias") is not None or dropout > 0 or not _is_keep_mask(attention_mask)
     if are_pair(key, value) and not needs_sdpa:
         assert isinstance(key, PackedKV)
-        return _packed(query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal), None
+        arguments = (query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal)
+        return or_drop(key.step, _packed, *arguments), None
 
     dense_key, dense_value = densify(key), densify(value)
     if attention_mask is None and is_causal and not newest_last and query.shape[2] > 1:
@@ -176,7 +177,6 @@ def _packed(
         complete = mask.dtype == torch.bool
         layer.require_mask(key, query, mask)
     if sliding_window is not None and sliding_window < key.shape[2] and sliding_window != layer.sliding_window:
-        layer.drop(step)
         window = layer.sliding_window
         listed = "full attention" if window is None else f"sliding attention over {window} tokens"
         raise ValueError(

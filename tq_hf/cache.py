@@ -1,12 +1,10 @@
 """`TurboQuantCache`: a drop-in for transformers' `DynamicCache` (or, with `max_cache_len`, `StaticCache`).
 
-    model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
+model.generate(**inputs, past_key_values=TurboQuantCache(model.config, preset="tq4"))
 """
 
 from __future__ import annotations
 
-import copy
-import operator
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,28 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, StaticCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
-from .compat import reset_layer
+from .cache_edits import CacheEdits
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .files import loading, saving
 from .files.saving import model_facts
+from .layers.forward_pass import ATTENTION, ForwardPass
 from .layers.full import TurboQuantLayer
 from .layers.hybrid import HybridLayer
 from .layers.plan import decoder_config, plan
 from .layers.sliding import SlidingLayer, SlidingTable
-from .layers.stock import all_or_nothing, contents, move_stock
-from .layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED, PageLayout
 from .pages.table import BlockTable
 from .quantizer.rotary import rotary_of
 from .reporting import summary
-from .reporting.reports import CacheReport, stock_report
+from .reporting.reports import CacheReport, not_stored, stock_report
+from .tensor_parallel import ranks, require_whole_heads, shard_facts
 
 logger = logging.get_logger(__name__)
 
 
-class TurboQuantCache(DynamicCache):
+class TurboQuantCache(CacheEdits):
     """Keys and values at 2 to 4 bits in pages that attention reads directly.
 
         cache = TurboQuantCache(model.config, preset="tq4")
@@ -60,7 +58,8 @@ class TurboQuantCache(DynamicCache):
         overrides: fields of `TurboQuantConfig` to change in the preset, e.g. `recent_window=128`.
 
     Raises:
-        ValueError: an unknown preset or field, or a value out of range.
+        ValueError: an unknown preset or field, a value out of range, or a model whose KV heads cannot be split over the
+            ranks of its tensor parallelism.
 
     Source: Zandieh et al., TurboQuant, arXiv:2504.19874.
     """
@@ -88,6 +87,7 @@ class TurboQuantCache(DynamicCache):
             raise ValueError(f"max_cache_len={max_cache_len!r} is not allowed: expected a positive int, or None.")
         if offloading and max_cache_len is not None:
             raise ValueError("offloading=True cannot be combined with max_cache_len: a static cache keeps its addresses.")
+        require_whole_heads(config)
         text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         settings = self.quantization
@@ -118,7 +118,8 @@ class TurboQuantCache(DynamicCache):
             self.is_decoder_only = False
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
-        self.model_facts = model_facts(text)
+        self.model_facts = model_facts(text) | shard_facts(ranks(config))
+        self._begin()
 
     @classmethod
     def from_parts(cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any) -> TurboQuantCache:
@@ -130,39 +131,25 @@ class TurboQuantCache(DynamicCache):
         cache.offloading, cache.only_non_sliding = offloading
         for name, value in attributes.items():
             setattr(cache, name, value)
+        cache._begin()
         return cache
 
-    @property
-    def packed_layers(self) -> list[TurboQuantLayer]:
-        """The layers whose tokens live in pages."""
-        return [layer for layer in self.layers if isinstance(layer, TurboQuantLayer)]
+    def _begin(self) -> None:
+        self.forward_pass = ForwardPass()
+        packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
+        for i in packed:
+            self.layers[i].index = i
+        self.packed_indices, self.last_packed = frozenset(packed), max(packed, default=-1)
+        if self.table.is_static and len(packed) > 1:
+            self.layers[packed[0]].last_layer = self.layers[packed[-1]]
 
-    @property
-    def _stock_layers(self) -> list[Any]:
-        """The layers, and the parts of hybrid ones, that keep transformers' own classes."""
-        layers = [layer.state if isinstance(layer, HybridLayer) else layer for layer in self.layers]
-        return [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
-
-    @property
-    def tables(self) -> list[BlockTable]:
-        """The block tables: of the layers with full attention, and one for each window."""
-        return [self.table, *self.sliding_tables.values()]
-
-    def _settled_layers(self, table: BlockTable | None = None) -> list[TurboQuantLayer]:
-        """The packed layers (of this table) that hold something, with nothing left to commit."""
-        layers = [layer for layer in self.packed_layers if layer.is_initialized and table in (None, layer.table)]
-        for layer in layers:
-            layer.flush()
-        return layers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take a layer's new states [B, H, n, D / Dv] and return what attention reads: handles, or a stock layer's tensors.
 
         Raises:
             ValueError: states that do not fit (`TurboQuantLayer.update`), a cross-attention's, or a layer that the cache
                 does not have.
+            RuntimeError: the forward pass before has not reached all layers. `crop` takes its tokens back.
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -171,17 +158,66 @@ class TurboQuantCache(DynamicCache):
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
-        if not self.offloading or key_states.is_cuda:
+        layer = self.layers[layer_idx]
+        if torch.compiler.is_compiling():
+            if not self.table.is_static:
+                self.forward_pass.has_gaps = True
+            return layer.update(key_states, value_states, *args, **kwargs)
+        self.forward_pass.enter(self, layer_idx, ATTENTION)
+        try:
+            if self.offloading:
+                states = self._update_offloaded(key_states, value_states, layer_idx, *args, **kwargs)
+            else:  # as transformers' own method does, without its call: this is once a layer and token
+                states = layer.update(key_states, value_states, *args, **kwargs)
+        except BaseException:
+            self.forward_pass.leave(layer_idx)
+            raise
+        if layer_idx == self.last_packed:
+            states[0].step.ends = self.layers
+        return states
+
+    def _update_offloaded(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        if key_states.is_cuda:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.prefetch(layer_idx + 1, self.only_non_sliding)  # transformers' own code needs CUDA streams
         states = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         self.offload(layer_idx, self.only_non_sliding)
         return states
 
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._note_linear(layer_idx, "convolution", state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._note_linear(layer_idx, "recurrence", state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._note_linear(layer_idx, "convolution, in place", state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._note_linear(layer_idx, "recurrence, in place", state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        if hasattr(self.layers[layer_idx], "update_indexer") and not torch.compiler.is_compiling():
+            self.forward_pass.enter(self, layer_idx, ("indexer",))
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _note_linear(self, layer_idx: int, *state: object) -> None:
+        """A layer gets a new state of linear attention, or lets the model have one, which it may write in place."""
+        is_linear = isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin)
+        if is_linear and not torch.compiler.is_compiling():
+            self.forward_pass.enter(self, layer_idx, state)
+
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
-        offloadable = [layer for layer in self.layers if hasattr(layer, "prefetch")]
-        if any(not (only_non_sliding and layer.is_sliding) for layer in offloadable):
+        dummies: Any = getattr(self, "is_dummy", self.is_linear)  # older transformers have none
+        kinds = zip(self.is_linear, dummies, self.is_sliding, strict=True)
+        if not all(linear or dummy or (only_non_sliding and sliding) for linear, dummy, sliding in kinds):
             super().prefetch(layer_idx, only_non_sliding)
 
     def _refuse_cross_attention(self, layer_idx: int) -> None:
@@ -195,181 +231,16 @@ class TurboQuantCache(DynamicCache):
                 " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
             )
 
-    # -- edits: the shared table once, then each layer -----------------------------------------------------------------
-    def reset(self) -> None:
-        """Forget all tokens. The batch size may change afterwards, except in the static mode."""
-        for table in self.tables:
-            if table.is_static:
-                table.restart()
-            else:
-                table.clear()
-        for layer in self.packed_layers:
-            layer.forget()
-        for layer in self._stock_layers:
-            reset_layer(layer)
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
-
-        Args:
-            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
-                `activate_past_recording` began: sliding layers forget what is no more in their window.
-
-        Raises:
-            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty. Nothing is
-                changed then.
-            RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
-                (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
-                crop into its pages. Nothing is changed then.
-        """
-        tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
-            )
-        settled = {table: layers for table in self.tables if (layers := self._settled_layers(table))}
-        if settled:
-            length = max(int(layers[0].get_seq_length()) for layers in settled.values())
-            if -tokens_to_remove > length:
-                raise ValueError(
-                    f"crop({tokens_to_remove}): the cache holds {length} tokens. Remove at most these, or call reset()."
-                )
-        for sliding in self.sliding_tables.values():
-            sliding.require_croppable(-tokens_to_remove)
-        with all_or_nothing(self._stock_layers):
-            for layer in self._stock_layers:
-                layer.crop(tokens_to_remove)
-            for table, layers in settled.items() if tokens_to_remove < 0 else ():
-                _crop_packed(table, layers, -tokens_to_remove)
-        for sliding in self.sliding_tables.values():
-            sliding.finish_crop()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
-        self._select_rows(beam_idx)
-        for layer in self._stock_layers:
-            layer.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times; the copies share the packed pages."""
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
-        rows = torch.arange(self._rows or 0).repeat_interleave(repeats)
-        if len(rows):
-            self._select_rows(rows)
-        for layer in self._stock_layers:
-            _edit_rows(layer, "batch_repeat_interleave", repeats, rows)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices` (int64 indices or a bool mask)."""
-        self._select_rows(indices)
-        for layer in self._stock_layers:
-            _edit_rows(layer, "batch_select_indices", indices, indices)
-
-    @property
-    def _rows(self) -> int | None:
-        """Rows of the batch; None before the first token."""
-        return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
-
-    def _select_rows(self, indices: Tensor) -> None:
-        rows = self._rows
-        if rows is None:
-            return
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool and len(indices) == rows:
-            indices = indices.nonzero().flatten()
-        chosen = [i + rows if type(i) is int and i < 0 else i for i in indices.tolist()]
-        if not chosen or not all(type(i) is int and 0 <= i < rows for i in chosen):
-            raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
-        if self.table.is_static and len(chosen) != rows:
-            raise NotImplementedError(
-                f"a static TurboQuantCache of {rows} rows cannot become one of {len(chosen)}: use a cache without"
-                " max_cache_len to repeat or select rows."
-            )
-        for table in self.tables:
-            if not (layers := self._settled_layers(table)):
-                continue
-            if table.is_static:
-                table.permute_rows(chosen, used=layers[0].counters.tolist()[2])
-            else:
-                table.select_rows(chosen)
-            for layer in layers:
-                layer.select_rows(torch.tensor(chosen, device="cpu"))
-
-    # -- copies --------------------------------------------------------------------------------------------------------
-    def fork(self, n: int) -> list[TurboQuantCache]:
-        """`n` caches that go on from here, each on its own: one prefix, many continuations.
-
-        They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
-        transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
-        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
-        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
-        the turns of a tree).
-
-        Raises:
-            ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
-                one continuation, so that nothing could be shared.
-        """
-        if type(n) is not int or n < 1:
-            raise ValueError(f"fork({n!r}) is not possible: expected the number of caches, at least 1.")
-        if self.table.is_static:
-            raise ValueError(
-                "a static cache has pages for one continuation only: use copy.deepcopy(cache), or make the cache without"
-                " max_cache_len."
-            )
-        if not self._settled_layers() and not any(contents(layer)[1] for layer in self._stock_layers):
-            raise ValueError("this cache is empty, there is nothing to fork: fill it first, or make new ones.")
-        return [self._fork() for _ in range(n)]
-
-    def _fork(self) -> TurboQuantCache:
-        twin = copy.copy(self)
-        twin.table = self.table.fork()
-        twin.sliding_tables = {w: table.fork_beside(twin.table) for w, table in self.sliding_tables.items()}
-        tables = dict(zip(self.tables, twin.tables, strict=True))
-        twin.layers = [
-            layer.fork(tables[layer.table]) if isinstance(layer, TurboQuantLayer) else copy.deepcopy(layer)
-            for layer in self.layers
-        ]
-        return twin
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool | None = None) -> TurboQuantCache:
-        """Move everything to one device. What forks share is copied: they stay where they are.
-
-        Args:
-            device: where to.
-            non_blocking: leave it out. A call with it does nothing: it comes from accelerate, whose hooks send each module
-                of a model that is spread over devices all arguments that have a `to`, but a layer's cache stays where
-                that layer's inputs are.
-
-        Returns:
-            This cache.
-
-        Raises:
-            ValueError: a static cache whose layout has no kernels for that device.
-        """
-        if non_blocking is not None:
-            return self
-        target = torch.empty(0, device=device).device  # with an index, as tensors have it
-        layers = self._settled_layers()
-        for layer in layers:
-            layer.require_kernels(PageLayout.from_name(layer.layout_name), target)
-        if any(layer.device != target for layer in layers):
-            for table in self.tables:
-                table.move(target)
-            for layer in layers:
-                layer.move(target)
-        for layer in self._stock_layers:
-            move_stock(layer, target)
-        return self
-
+    # -- files and copies ----------------------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a safetensors file, from which `load` goes on bit for bit.
 
-        Of the pages, only those in use are written; forks are saved one by one.
+        Of the pages, only those in use are written; forks are saved one by one. The file holds the text's states: its owner
+        alone may read it. A file that was there is replaced in one step, and so is a link.
 
         Raises:
             ValueError: naming a layer of transformers' that cannot be saved. No file is written then.
+            RuntimeError: layers hold different tokens, as an interrupted forward pass leaves them. Nor then.
             OSError: the file cannot be written.
         """
         self._settled_layers()
@@ -401,6 +272,8 @@ class TurboQuantCache(DynamicCache):
 
         Packed layers are dequantized one by one: `DynamicCache(cache)` is an unpacked copy.
         """
+        self.forward_pass.require_over(self)
+        self.forward_pass.require_even(self)
         for layer in self.layers:
             if isinstance(layer, TurboQuantLayer):
                 window = layer.sliding_window
@@ -424,32 +297,27 @@ class TurboQuantCache(DynamicCache):
 
     def report(self) -> CacheReport:
         """Tokens packed and exact, bytes and the ratio to bf16, layer by layer."""
+        for layer in self.packed_layers:
+            if layer.is_initialized:
+                layer.flush()  # after the last one, no layer needs what would undo the forward pass
         layers = []
         for i, layer in enumerate(self.layers):
             layers.append(layer.report(i) if isinstance(layer, TurboQuantLayer) else stock_report(i, layer))
         return CacheReport(self.preset, tuple(layers), sum(t.nbytes for table in self.tables for t in table.tensors()))
 
     def check(self) -> None:
-        """Raise if something could not be stored as given.
+        """Raise if the model produced states that cannot be stored as given.
 
         Raises:
-            ValueError: naming layer and KV heads that were given a non-finite key or value (stored as zero), or a number
-                beyond its stored format (a scale beyond fp16, an fp8 key beyond 448; stored saturated).
+            ValueError: naming layer and KV heads that were given a non-finite key or value (packed, it is stored as zero;
+                an exact token keeps it), or a number beyond its stored format (a scale beyond fp16, an fp8 key beyond
+                448; stored saturated).
         """
-        kinds = (
-            (NON_FINITE_KEY, "a non-finite key"),
-            (NON_FINITE_VALUE, "a non-finite value"),
-            (SATURATED, "a number beyond its stored format"),
-        )
         found = []
         for i, layer in enumerate(self.layers):
-            if not isinstance(layer, TurboQuantLayer) or not layer.is_initialized:
-                continue
-            layer.flush()
-            flags = layer.flags.tolist()
-            for bit, what in kinds:
-                if heads := [h for h, flag in enumerate(flags) if flag & bit]:
-                    found.append(f"layer {i}, KV heads {heads}: {what}")
+            if isinstance(layer, TurboQuantLayer) and layer.is_initialized:
+                layer.flush()
+                found += [f"layer {i}, {what}" for what in not_stored(layer)]
         if found:
             raise ValueError(
                 "the model produced states that a packed page cannot hold (non-finite vectors are stored as zero, larger"
@@ -461,26 +329,6 @@ class TurboQuantCache(DynamicCache):
 
     def _repr_html_(self) -> str:
         return summary.as_html(self)
-
-
-def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:
-    """Repeat or select rows of transformers' layer. Recurrent states can only be reordered there, which takes any rows."""
-    if hasattr(layer, method):
-        getattr(layer, method)(argument)
-    elif len(rows):
-        layer.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
-
-
-def _crop_packed(table: BlockTable, layers: list[TurboQuantLayer], tokens: int) -> None:
-    """Remove the newest tokens of the layers of one table."""
-    before, packed_end, had_used = layers[0].counters.tolist()
-    used, length = had_used, before - tokens
-    if length < packed_end:
-        packed_end, used = table.crop(length, used)
-    table.trim(length)
-    no_page_left = used == 0 and (had_used > 0 or length == 0)
-    for layer in layers:
-        layer.cut(length, packed_end, used, no_page_left)
 
 
 @lru_cache(maxsize=1)

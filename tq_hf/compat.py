@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 
@@ -24,3 +25,18 @@ def reset_cache(cache: Any) -> None:
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):
             reset_layer(layer)
+
+
+def tensor_parallel_plan(config: Any) -> dict[str, str]:
+    """The style of each sharded module of a model with tensor parallelism.
+
+    A plan of the user's own replaces the model's in older releases (5.17), and changes single rules of it in newer ones.
+    """
+    given = getattr(config.distributed_config, "tp_plan", None)
+    usual = config.get_text_config(decoder=True).base_model_tp_plan or {}
+    if not isinstance(given, dict):
+        return dict(usual)
+    if not given or not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+        return dict(given)
+    last = {name.rpartition(".")[2] for name in given}
+    return {name: style for name, style in usual.items() if name.rpartition(".")[2] not in last} | given

@@ -14,6 +14,8 @@ given, the answer doesn't depend on it. Here texts are scored in one of the mode
 from __future__ import annotations
 
 import itertools
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -30,9 +32,9 @@ from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
 from .commands import versions
 from .config import DEFAULT_PRESET, TurboQuantConfig
+from .generation.chunks import first_page_tokens
 from .generation.comparison import cache_argument
 from .scoring.cache_usage import CacheUsage
-from .scoring.chunks import first_page_tokens
 from .scoring.mode import ScoringMode, quantized_layers, tokens_in_pages
 from .scoring.token_scores import goes_on_in_chunks, score_tokens
 
@@ -82,6 +84,8 @@ class TurboQuantLM(HFLM):
         self._goes_on_in_chunks: bool | None = None
         self._keeps_attention = "attn_implementation" in kwargs
         super().__init__(pretrained, softmax_dtype=softmax_dtype, **kwargs)
+        if hasattr(self, "accelerator") and self.world_size == 1:  # `HFLM` shares requests among processes with GPUs only
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         cache = self.new_cache()
         self.layers, self.quantized_layers = len(cache.layers), quantized_layers(cache)
         if not self.quantized_layers:
@@ -123,7 +127,7 @@ class TurboQuantLM(HFLM):
         Raises:
             ValueError: see `_loglikelihood_tokens`.
         """
-        self._tasks = map(_task, requests)
+        self._tasks = _tasks_once(requests)
         results = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         self._account()
         return results
@@ -139,11 +143,11 @@ class TurboQuantLM(HFLM):
         self._account()
         return results
 
-    def _tasks_of_windows(self, requests: Iterable[Any]) -> Iterator[str]:
+    def _tasks_of_windows(self, requests: Sequence[Any]) -> Iterator[str | None]:
         """The task of each window that texts are cut into; windows of equal length but for the last."""
-        for request in requests:
+        for request, task in zip(requests, _tasks_once(requests)):
             windows = -(-len(self.tok_encode(request.args[0])) // self.max_length)
-            yield from itertools.repeat(_task(request), windows)
+            yield from itertools.repeat(task, windows)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -165,9 +169,7 @@ class TurboQuantLM(HFLM):
         size, scheduler = self._batching(override_bs)
         representatives = [requests[inputs[tokens][0]] for tokens in order]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        with tqdm(
-            total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests"
-        ) as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests") as bar:
             if scheduler is not None:
                 self.batch_sizes: dict[int, int] = {}  # detected anew for these requests
             position = 0
@@ -236,14 +238,22 @@ class TurboQuantLM(HFLM):
             ValueError: a task none of whose new tokens read a packed page.
         """
         by_task: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_task.setdefault(_task(request), []).append(index)
+        first: dict[int, int] = {}
+        copies: dict[int, int] = {}
+        for index, (request, task) in enumerate(zip(requests, _tasks_once(requests))):
+            first.setdefault(id(request), index)
+            if task is None:
+                copies[index] = first[id(request)]
+            else:
+                by_task.setdefault(task, []).append(index)
         results = [""] * len(requests)
         for task, indices in by_task.items():
             self._tasks = itertools.repeat(task)
             texts = super().generate_until([requests[index] for index in indices], disable_tqdm=disable_tqdm)
             for index, text in zip(indices, texts):
                 results[index] = text
+        for index, origin in copies.items():
+            results[index] = results[origin]
         self._account()
         return results
 
@@ -285,9 +295,7 @@ class TurboQuantLM(HFLM):
                     **{argument: cache},
                 )
 
-    def _count_generated(
-        self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int
-    ) -> None:
+    def _count_generated(self, cache: TurboQuantCache, context: Tensor, attention_mask: Tensor, length: int) -> None:
         """Count what the last forward pass of a generation read; the newest token was not fed to the model any more."""
         fed = length - 1
         prompt = attention_mask.shape[1]
@@ -328,7 +336,7 @@ class TurboQuantLM(HFLM):
             ValueError: a task none of whose texts read a packed page.
         """
         self._tasks = itertools.repeat(UNNAMED)
-        everyone = gather_object([self._running]) if self.world_size > 1 else [self._running]
+        everyone = self._of_all_processes(self._running)
         self._running = {}
         merged: dict[str, CacheUsage] = {}
         for usage in everyone:
@@ -338,7 +346,8 @@ class TurboQuantLM(HFLM):
         for name, used in merged.items():
             if not used.packed_share:
                 raise ValueError(self._advice(name))
-            if self.rank == 0:
+            # To lm-eval, every rank of a sharded model is the first.
+            if self.rank == 0 and os.environ.get("LOCAL_RANK", "0") == "0":
                 print(
                     f"tq-hf, {name}: preset {self.preset}, mode {self.mode}: {used.packed_share:.1%} of tokens read from"
                     f" packed pages, {self.quantized_layers} of {self.layers} layers quantized; cache"
@@ -347,12 +356,20 @@ class TurboQuantLM(HFLM):
                 )
 
     def _require_long_texts(self, tasks: Sequence[str | None], lengths: dict[int, int]) -> None:
-        """Refuse a task that could not read a page before anything is computed."""
-        readable = {tasks[i] for i, length in lengths.items() if self.mode.read_from_pages(length, self.settings)}
-        for name in dict.fromkeys(tasks):
-            if name is not None and name not in readable:
-                longest = max(length for i, length in lengths.items() if tasks[i] == name)
-                raise ValueError(self._advice(name, f" Its longest text has {longest} tokens."))
+        """Refuse a task that could not read a page in any process before anything is computed."""
+        longest: dict[str, int] = {}
+        for i, length in lengths.items():
+            if (name := tasks[i]) is not None:
+                longest[name] = max(length, longest.get(name, 0))
+        for share in self._of_all_processes(longest):
+            longest |= {name: max(length, longest.get(name, 0)) for name, length in share.items()}
+        for name in sorted(longest):
+            if not self.mode.read_from_pages(longest[name], self.settings):
+                raise ValueError(self._advice(name, f" Its longest text has {longest[name]} tokens."))
+
+    def _of_all_processes(self, own: Any) -> list[Any]:
+        """What each process has under this name. All of them have to ask."""
+        return list(gather_object([own])) if self.world_size > 1 else [own]
 
     def _advice(self, name: str, detail: str = "") -> str:
         kept = self.settings
@@ -385,3 +402,11 @@ class TurboQuantLM(HFLM):
 def _task(request: Any) -> str:
     """An lm-eval request's task."""
     return request.task_name or UNNAMED
+
+
+def _tasks_once(requests: Iterable[Any]) -> Iterator[str | None]:
+    """The task of each request; None for the copies with which lm-eval gives each process as many as any other has."""
+    seen: Counter[int] = Counter()
+    for request in requests:
+        seen[id(request)] += 1
+        yield _task(request) if seen[id(request)] <= (request.repeats or 1) else None

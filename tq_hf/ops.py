@@ -46,8 +46,10 @@ from .layout import PageLayout
 _STATE = "Tensor{p} pool, Tensor{r} ring_key, Tensor{r} ring_value, Tensor{s} sink_key, Tensor{s} sink_value, "
 _TABLE = "Tensor page_ids, Tensor entries, Tensor row_start, "
 _READ = _STATE.format(p="", r="", s="") + _TABLE + "Tensor counters, Tensor? balance, "
-_WRITE = _STATE.format(p="(a!)", r="(b!)", s="(c!)").replace("(b!) ring_value", "(d!) ring_value").replace(
-    "(c!) sink_value", "(e!) sink_value"
+_WRITE = (
+    _STATE.format(p="(a!)", r="(b!)", s="(c!)")
+    .replace("(b!) ring_value", "(d!) ring_value")
+    .replace("(c!) sink_value", "(e!) sink_value")
 )
 
 _library = torch.library.Library("tq_hf", "DEF")
@@ -210,7 +212,10 @@ def device_error(device: torch.device, *tensors: Tensor | None) -> str | None:
     """What is wrong with tensors that kernels would read on `device`, by address alone; None if nothing is."""
     for tensor in tensors:
         if tensor is not None and tensor.device != device:
-            return f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there."
+            return (
+                f"attention was given a tensor on {tensor.device}, and its keys are on {device}: move it there, or give all"
+                " modules of an attention layer one device in the device_map."
+            )
     return None
 
 

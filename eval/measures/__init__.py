@@ -8,6 +8,4 @@ from .gsm8k import GSM8KStudy
 from .needle import Needle
 from .text_quality import LongContext, Perplexity
 
-STUDIES: dict[str, type[Study]] = {
-    study.kind: study for study in (Perplexity, GSM8KStudy, Needle, LongContext, Compare)
-}
+STUDIES: dict[str, type[Study]] = {study.kind: study for study in (Perplexity, GSM8KStudy, Needle, LongContext, Compare)}

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 from tq_hf import PRESETS, TurboQuantCache
 from tq_hf.attention import ATTENTION_NAME
+from tq_hf.generation.chunks import text_chunks
 from tq_hf.generation.comparison import Progress, cache_nbytes, generate_timed, score_texts
-from tq_hf.scoring.chunks import text_chunks
 from tq_hf.scoring.mode import quantized_layers, tokens_in_pages
 
 from ..bos import starts_with_bos

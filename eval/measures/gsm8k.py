@@ -101,9 +101,7 @@ class GSM8KStudy(Study):
         result = {name: filtered(outcome["samples"][self.task], name) for name in FILTERS}
         if cell.subject is not None:
             used = model.get_model_info()["tq_hf"]
-            result |= {
-                name: used[name] for name in ("mode", "packed_share", "cache_ratio", "quantized_layers", "layers")
-            }
+            result |= {name: used[name] for name in ("mode", "packed_share", "cache_ratio", "quantized_layers", "layers")}
         return result
 
     def _lm(self, cell: Cell) -> Any:

@@ -168,9 +168,7 @@ class Needle(Study):
         if isinstance(cache, TurboQuantCache):
             share = tokens_in_pages(cache) / len(log)
             if not share:
-                raise ValueError(
-                    f"a log of {len(log)} tokens leaves no page packed: the result would be that of {EXACT}."
-                )
+                raise ValueError(f"a log of {len(log)} tokens leaves no page packed: the result would be that of {EXACT}.")
         cache.batch_repeat_interleave(len(hidden))
         asked, answers = [], []
         for keeper, number in hidden:
@@ -179,9 +177,7 @@ class Needle(Study):
         fed = [before + answer[:-1] for before, answer in zip(asked, answers)]
         width = max(map(len, fed))
         if width > QUESTION_TOKENS:
-            raise ValueError(
-                f"a question takes {width} tokens with this tokenizer: expected at most {QUESTION_TOKENS}."
-            )
+            raise ValueError(f"a question takes {width} tokens with this tokenizer: expected at most {QUESTION_TOKENS}.")
         # Padded on the right, where no earlier token looks.
         ids = torch.tensor([each + [0] * (width - len(each)) for each in fed], device=model.device)
         logits: Tensor = model(ids, use_cache=True, **{argument: cache}).logits
@@ -230,9 +226,7 @@ def grid(cells: dict[int, Result], lengths: Sequence[int]) -> list[list[float]]:
     depths = len(next(iter(cells.values()))["right"][0])
     return [
         [
-            sum(row[depth] for row in cells[length]["right"]) / len(cells[length]["right"])
-            if length in cells
-            else math.nan
+            sum(row[depth] for row in cells[length]["right"]) / len(cells[length]["right"]) if length in cells else math.nan
             for length in lengths
         ]
         for depth in range(depths)

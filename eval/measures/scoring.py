@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tq_hf import ATTENTION_NAME, TurboQuantCache
+from tq_hf.generation.chunks import text_chunks
 from tq_hf.generation.comparison import Progress, TextScores, score_texts
 from tq_hf.layout import PageLayout
-from tq_hf.scoring.chunks import text_chunks
 from tq_hf.scoring.page_by_page import pages_at_once
 
 from .. import simulated_cache

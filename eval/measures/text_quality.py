@@ -139,9 +139,7 @@ class TextStudy(Study):
     def measure(self, batch: Sequence[Cell], progress: Progress) -> list[Result]:
         found = score(self.loaded.model, self.ids, [cell.subject for cell in batch], progress)
         length = self.ids.shape[1]
-        return [
-            summary(scores, cache, self.ids) | {"curve": curve(scores, length, self.spans)} for scores, cache in found
-        ]
+        return [summary(scores, cache, self.ids) | {"curve": curve(scores, length, self.spans)} for scores, cache in found]
 
     @staticmethod
     def line(result: Result) -> str:
@@ -240,6 +238,4 @@ def with_error(error: float | None, digits: int) -> str:
 
 
 def _kl_and_top1(point: Result | None) -> str:
-    return (
-        "" if point is None else f"{point['kl']:.4f}{with_error(point['kl_stderr'], 4)} ({100 * point['top1']:.1f} %)"
-    )
+    return "" if point is None else f"{point['kl']:.4f}{with_error(point['kl_stderr'], 4)} ({100 * point['top1']:.1f} %)"

@@ -1,8 +1,8 @@
 """GSM8K and WikiText-2 from a folder, for machines that cannot reach the Hub: $TQ_HF_DATA names it.
 
-    gsm8k/train.jsonl, gsm8k/test.jsonl             fields question and answer, as published
-    wikitext2_raw/wikitext2_test_pages.jsonl        one article a line in the field page, as lm-eval's wikitext task reads it
-    wikitext2_raw/wiki.test.raw                     the published file, for `eval.study`, which else joins the articles
+gsm8k/train.jsonl, gsm8k/test.jsonl             fields question and answer, as published
+wikitext2_raw/wikitext2_test_pages.jsonl        one article a line in the field page, as lm-eval's wikitext task reads it
+wikitext2_raw/wiki.test.raw                     the published file, for `eval.study`, which else joins the articles
 """
 
 from __future__ import annotations

@@ -94,9 +94,7 @@ CACHES: dict[str, BenchCache] = {
         *(cache for preset in PRESETS if preset != "tq4" for cache in _packed(preset)),
     )
 }
-DEFAULT = tuple(
-    name for name, cache in CACHES.items() if not cache.packed or name in ("tq4", "tq4" + STATIC, "tq3", "tq2")
-)
+DEFAULT = tuple(name for name, cache in CACHES.items() if not cache.packed or name in ("tq4", "tq4" + STATIC, "tq3", "tq2"))
 QUICK = ("StaticCache", "tq4" + STATIC, "DynamicCache", "tq4")
 
 

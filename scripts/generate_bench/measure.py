@@ -67,12 +67,12 @@ def prepare(model: Any, cache: BenchCache, point: Point) -> Prepared:
     model.set_attn_implementation(cache.attention)
     made = cache.make(model.config, point.capacity)
     short = min(point.tokens, warm_up_prompt(cache, made))
-    _generate(model, prompt(model, point.rows, short), cache, made, WARM_UP_TOKENS)
+    generate(model, prompt(model, point.rows, short), cache, made, WARM_UP_TOKENS)
     prepared = Prepared(cache, point, made)
     _empty(model, prepared)
     long = min(point.tokens, WARM_UP_PROMPT // point.rows)
-    _generate(model, prompt(model, point.rows, long), cache, prepared.made, WARM_UP_TOKENS)
-    _free(model.device)  # others may have to read their prompts meanwhile
+    generate(model, prompt(model, point.rows, long), cache, prepared.made, WARM_UP_TOKENS)
+    free(model.device)  # others may have to read their prompts meanwhile
     prepared.seconds = time.perf_counter() - began
     return prepared
 
@@ -83,7 +83,7 @@ def _empty(model: Any, prepared: Prepared) -> None:
         prepared.made.reset()
         return
     prepared.made = None
-    _free(model.device)
+    free(model.device)
     prepared.made = prepared.cache.make(model.config, prepared.point.capacity)
 
 
@@ -118,11 +118,11 @@ def measure(
             memory.restart()
         watch(count)
 
-    before = _compilations()
+    before = compilations()
     memory.restart()
-    run = _generate(model, ids, cache, made, new_tokens, at_token)
+    run = generate(model, ids, cache, made, new_tokens, at_token)
     peaks.append(memory.peaks())
-    result = _summary(run, point) | {
+    result = summary(run, point) | {
         "prefill_bytes": peaks[0]["allocated"],
         "decode_bytes": peaks[1]["allocated"],
         "prefill_reserved": peaks[0]["reserved"],
@@ -132,15 +132,13 @@ def measure(
         "prepare_s": prepared.seconds,
     }
     if cache.packed:
-        result |= _packed_facts(made)
+        result |= packed_facts(made)
     if cache.compiled:
-        result |= _compiled_facts(before)
+        result |= compiled_facts(before)
     return result
 
 
-def _generate(
-    model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None
-) -> Generation:
+def generate(model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None) -> Generation:
     options = {}
     if cache.compiled and model.device.type == "cpu":  # where generate() compiles on request only: dry runs trace
         options["compile_config"] = CompileConfig(mode="default", backend="eager")
@@ -149,7 +147,7 @@ def _generate(
         return generate_timed(model, ids, made, new_tokens, progress, **options)
 
 
-def _summary(run: Generation, point: Point) -> Result:
+def summary(run: Generation, point: Point) -> Result:
     steps = run.step_seconds
     median = statistics.median(steps)
     return {
@@ -162,20 +160,18 @@ def _summary(run: Generation, point: Point) -> Result:
     }
 
 
-def _packed_facts(made: Any) -> Result:
+def packed_facts(made: Any) -> Result:
     report = made.report()
     made.check()
     if any(table.dense_read_noted for table in made.tables):
-        raise RuntimeError(
-            "a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages."
-        )
+        raise RuntimeError("a handle was unpacked: attention read a dequantized copy, and this is no time of packed pages.")
     share = report.packed_tokens / (report.packed_tokens + report.exact_tokens)
     if not share > 0:
         raise RuntimeError("no page was packed: this is no time of packed pages.")
     return {"packed_share": share}
 
 
-def _compilations() -> dict[str, int]:
+def compilations() -> dict[str, int]:
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
@@ -183,14 +179,14 @@ def _compilations() -> dict[str, int]:
     }
 
 
-def _compiled_facts(before: dict[str, int]) -> Result:
-    after = _compilations()
+def compiled_facts(before: dict[str, int]) -> Result:
+    after = compilations()
     if after["graphs"] == 0:
         raise RuntimeError("generate() compiled nothing, with a cache of which it should compile the decode step.")
     return {**after, "recompiled": after["graphs"] - before["graphs"]}
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

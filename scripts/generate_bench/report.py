@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,11 @@ def code_hash(cache: str) -> str:
     files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), ROOT / "tq_hf" / "generation" / "comparison.py"]
     if CACHES[cache].packed:
         files += (ROOT / "tq_hf").rglob("*.py")
+    return hash_of(files)
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """Changes with the files' contents."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(set(files)))).hexdigest()[:16]
 
 
@@ -96,9 +101,7 @@ def tables(found: dict[str, Any]) -> str:
         parts.append("Not measured: " + "; ".join(f"{name}: {why}" for name, why in found["missing"].items()) + ".")
     if found["capacity"]:
         head = ("shape", "tokens", "cache", "largest batch", "times DynamicCache")
-        parts.append(
-            "### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"])))
-        )
+        parts.append("### Largest batch that fits and decodes\n\n" + markdown(head, list(_capacities(found["capacity"]))))
     parts += [profile_table(row) for row in found["profiles"]]
     return "\n\n".join(parts)
 
@@ -178,8 +181,7 @@ def profile_table(row: Row) -> str:
     ]
     parts = markdown(("part", "ms"), [[name, f"{1e3 * seconds:.2f}"] for name, seconds in lines])
     kernels = [
-        [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"]
-        for name, calls, time in profile["kernels"]
+        [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"] for name, calls, time in profile["kernels"]
     ]
     calls, time = profile["other_kernels"]
     if calls:

@@ -28,9 +28,7 @@ def estimate(
     context: Annotated[int, typer.Option(help="Tokens a sequence in the cache.")] = 8192,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     dtype: Dtype = "bfloat16",
-    new_tokens: Annotated[
-        int, typer.Option(help="How many of the context's tokens come one by one after the prompt.")
-    ] = 1,
+    new_tokens: Annotated[int, typer.Option(help="How many of the context's tokens come one by one after the prompt.")] = 1,
     max_cache_len: Annotated[
         int | None,
         typer.Option(help="Of a static cache, which allocates so many tokens at once.", show_default="grows"),

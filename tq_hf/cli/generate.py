@@ -24,9 +24,7 @@ def generate(
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Continue the text itself, without the chat template.")
-    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue the text itself, without the chat template.")] = False,
     device: options.Device = None,
     dtype: options.Dtype = "bfloat16",
     as_json: options.Json = False,

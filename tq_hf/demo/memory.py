@@ -130,9 +130,7 @@ def _summary(exact: Row, packed: Row, room: float | None) -> str:
     note = "their size is not known: all memory is taken" if room is None else "after the weights"
     return (
         '<div class="tq-counters">'
-        + panels.counter(
-            f"{packed.name} cache", mib(packed.nbytes), css="tq-packed", data=f'data-nbytes="{packed.nbytes}"'
-        )
+        + panels.counter(f"{packed.name} cache", mib(packed.nbytes), css="tq-packed", data=f'data-nbytes="{packed.nbytes}"')
         + panels.counter("in bf16", mib(exact.nbytes), css="tq-exact", data=f'data-bf16="{exact.nbytes}"')
         + panels.counter("smaller", f"{packed.ratio:.2f}×", css="tq-hero")
         + panels.counter(

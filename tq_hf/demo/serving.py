@@ -177,11 +177,7 @@ class Session:
 
     def conversation_on(self, loaded: Loaded, preset: str) -> Conversation:
         """The conversation so far, or a new one where the model or the preset is another."""
-        if (
-            self.conversation is None
-            or self.conversation.model is not loaded.model
-            or self.key != (loaded.name, preset)
-        ):
+        if self.conversation is None or self.conversation.model is not loaded.model or self.key != (loaded.name, preset):
             self.conversation = None  # its memory first
             self.conversation = Conversation(loaded.model, loaded.tokenizer, new_cache(loaded.model, preset))
             self.key = (loaded.name, preset)

@@ -15,10 +15,10 @@ import torch
 
 from ..commands import Loaded
 from ..config import PRESETS
+from ..generation.chunks import first_page_tokens, text_chunks
 from ..generation.comparison import score_texts
 from ..generation.conversation import encode_chat, room_for
 from ..generation.streaming import CacheSize, Stream
-from ..scoring.chunks import first_page_tokens, text_chunks
 from . import panels
 from .charts import Line, line_chart, mib
 from .handbook import chapters
@@ -141,9 +141,7 @@ class SideBySide:
         self._stop_of(request).clear()
         return panels.status("Waiting for the model …"), *buttons(bool(prompt.strip()))
 
-    def run(
-        self, model: str, preset: str, prompt: str, new_tokens: int, request: gr.Request
-    ) -> Iterator[tuple[Any, ...]]:
+    def run(self, model: str, preset: str, prompt: str, new_tokens: int, request: gr.Request) -> Iterator[tuple[Any, ...]]:
         """Values for status, texts, growth, divergence, run, stop."""
         stop = self._stop_of(request)
         keep, done = gr.skip(), buttons(False)
@@ -172,8 +170,7 @@ class SideBySide:
         """HTML of the texts, the growth of both caches, and the plot of the divergence."""
         part = first_difference(race.sides[0].tokens, race.sides[1].tokens)
         cards = "".join(
-            _card(name, css, side, part)
-            for name, css, side in zip((EXACT, preset), ("tq-exact", "tq-packed"), race.sides)
+            _card(name, css, side, part) for name, css, side in zip((EXACT, preset), ("tq-exact", "tq-packed"), race.sides)
         )
         lines = [
             Line(name, css, [(0, 0), *((tokens, nbytes) for tokens, nbytes, _ in side.growth)])

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..config import MODEL_DTYPES, TurboQuantConfig
+from ..errors import is_out_of_memory
 from ..layers import stock
 from ..layers.full import TurboQuantLayer
 from ..layers.hybrid import HybridLayer
@@ -30,14 +31,17 @@ from ..layout import MAX_HEAD_DIM, PageLayout
 from ..pages.pool import NO_PAGE
 from ..pages.table import BlockTable
 from ..quantizer.rotary import FASTEST, Rotary
+from ..tensor_parallel import ranks, shard_facts
+from .reader import DTYPES, LARGEST, SavedFile
 from .saving import FORMAT, VERSION, model_facts
 
 if TYPE_CHECKING:
     from ..cache import TurboQuantCache
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in MODEL_DTYPES}
-_LARGEST = 2**31 - 1  # of any position, count or page number
+_LARGEST_EXACT = 1 << 17  # tokens of a window, or sinks, that no tensor in the file proves
+# A static table on the host: an entry's start and count, and a row's number for it.
+_SPAN_BYTES, _ID_BYTES = 128, 48
 
 
 @dataclass
@@ -63,47 +67,6 @@ class _Packed:
     counters: list[int]
 
 
-class _File:
-    """An open file: checked access to the header, and to tensors whose types and shapes are known beforehand."""
-
-    def __init__(self, path: str, opened: Any) -> None:
-        self.path, self._opened = path, opened
-        self.slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        self.expected: set[str] = set()
-
-    def error(self, what: str) -> ValueError:
-        return ValueError(f"{self.path} cannot be loaded as a TurboQuantCache: {what}.")
-
-    def require(self, fits: bool, what: str) -> None:
-        if not fits:
-            raise self.error(what)
-
-    def get(self, holder: Any, name: str, *kinds: type) -> Any:
-        """`holder[name]`, which must be of one of these types exactly."""
-        self.require(isinstance(holder, dict) and name in holder, f"its header lacks {name!r}")
-        value = holder[name]
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        self.require(type(value) in kinds, f"{name}={str(value)[:80]!r} in its header is no {wanted}")
-        return value
-
-    def number(self, holder: Any, name: str, least: int, most: int = _LARGEST) -> int:
-        value: int = self.get(holder, name, int)
-        self.require(least <= value <= most, f"{name}={value} in its header is not between {least} and {most}")
-        return value
-
-    def expect(self, name: str, dtype: torch.dtype, *shape: int) -> None:
-        """Require a tensor of this type and shape."""
-        self.require(name in self.slices, f"the tensor {name!r} is missing")
-        found = (_DTYPES.get(self.slices[name].get_dtype()), tuple(self.slices[name].get_shape()))
-        self.require(found == (dtype, shape), f"the tensor {name!r} is {found}, not {(dtype, shape)}")
-        self.expected.add(name)
-
-    def tensor(self, name: str, device: torch.device | None = None) -> Tensor:
-        """A tensor that was expected, in memory of its own."""
-        tensor: Tensor = self._opened.get_tensor(name)
-        return tensor.clone() if device is None else tensor.to(device, copy=True)
-
-
 def load(
     cls: type[TurboQuantCache], path: str | os.PathLike[str], config: Any, device: torch.device | str | int | None
 ) -> TurboQuantCache:
@@ -115,16 +78,24 @@ def load(
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used here: {error}") from None
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for somebody to write to it
     try:
-        with safe_open(name, framework="pt", device="cpu") as opened:
-            return _load(cls, _File(name, opened), opened.metadata() or {}, config, target)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(
+                f"{name} cannot be loaded as a TurboQuantCache: it is a folder, a pipe or a device, not a file."
+            )
+        # safetensors opens a file twice, for its header and for its tensors; by name, another could be there by then.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as opened:
+            return _load(cls, SavedFile(name, opened), opened.metadata() or {}, config, target)
     except SafetensorError as error:
         what = f"it is no complete safetensors file ({error})"
         raise ValueError(f"{name} cannot be loaded as a TurboQuantCache: {what}.") from None
+    finally:
+        os.close(descriptor)
 
 
 def _load(
-    cls: type[TurboQuantCache], file: _File, metadata: Mapping[str, str], config: Any, target: torch.device | None
+    cls: type[TurboQuantCache], file: SavedFile, metadata: Mapping[str, str], config: Any, target: torch.device | None
 ) -> TurboQuantCache:
     header = _header(file, metadata)
     _require_model(file, header, config)
@@ -132,9 +103,12 @@ def _load(
     if max_cache_len is not None:
         file.number(header, "max_cache_len", 1)
     offloading = file.get(header, "offloading", list)
-    file.require(len(offloading) == 2 and all(type(v) is bool for v in offloading), f"offloading is {offloading}")
+    fits = len(offloading) == 2 and all(type(v) is bool for v in offloading)
+    file.require(fits and not (offloading[0] and max_cache_len is not None), f"offloading is {str(offloading)[:80]}")
     quantization, preset = _config(file, file.get(header, "quantization", dict)), file.get(header, "preset", str)
     configs = [_config(file, c) for c in file.get(header, "configs", list)]
+    exact = replace(quantization, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
+    file.require({*configs} <= {quantization, exact}, "its layers' configs are not those of its quantization")
     rotaries = [_rotary(file, r) for r in file.get(header, "rotaries", list)]
     is_decoder_only = file.get(header, "is_decoder_only", bool)
     tables: list[_Table] = []
@@ -154,13 +128,14 @@ def _load(
             layers.append(built)
             states.append(state)
         else:
-            layers.append(_stock(file, i, f"layers.{i}.", layer))
+            layers.append(_stock(file, i, f"layers.{i}.", layer, target))
             states.append(None)
     file.require(bool(layers), "it has no layers")
     unexpected = sorted(set(file.slices) - file.expected)
     file.require(not unexpected, f"it has tensors that belong to nothing: {unexpected[:5]}")
     _require_layers(cls, file, layers, quantization, max_cache_len, config)
-    _require_memory(file, layers, states)
+    _require_agreement(file, tables, layers, states, described)
+    _require_memory(file, tables, layers, states)
 
     # Everything fits: from here on, tensors are made.
     for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
@@ -184,7 +159,7 @@ def _load(
     )
 
 
-def _header(file: _File, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _header(file: SavedFile, metadata: Mapping[str, str]) -> dict[str, Any]:
     file.require(metadata.get("format") == FORMAT, "it is a safetensors file of something else")
     try:
         header = json.loads(metadata.get("header", ""))
@@ -197,22 +172,21 @@ def _header(file: _File, metadata: Mapping[str, str]) -> dict[str, Any]:
     return header
 
 
-def _require_model(file: _File, header: Mapping[str, Any], config: Any) -> None:
+def _require_model(file: SavedFile, header: Mapping[str, Any], config: Any) -> None:
     saved = file.get(header, "model", dict)
     file.require(all(type(value) in (str, int) for value in saved.values()), "its model facts are no plain values")
-    if config is None:
-        return
-    facts = model_facts(decoder_config(config))
+    if config is None:  # the heads of another rank would fit, and be others
+        facts = saved | shard_facts(saved.get("tp_size"))
+    else:
+        facts = model_facts(decoder_config(config)) | shard_facts(ranks(config))
     names = sorted(set(saved) | set(facts))
     other = [f"{n} {saved.get(n)!r}, this one {facts.get(n)!r}" for n in names if saved.get(n) != facts.get(n)]
     file.require(not other, f"it is of another model, with {'; '.join(other)}")
 
 
-def _config(file: _File, saved: Any) -> TurboQuantConfig:
+def _config(file: SavedFile, saved: Any) -> TurboQuantConfig:
     names = {f.name for f in fields(TurboQuantConfig)}
-    file.require(
-        isinstance(saved, dict) and set(saved) == names, f"a quantization config does not have the fields {names}"
-    )
+    file.require(isinstance(saved, dict) and set(saved) == names, f"a quantization config does not have the fields {names}")
     file.require(all(type(v) in (str, int, bool) for v in saved.values()), "a quantization config is no plain values")
     try:
         return TurboQuantConfig(**saved)
@@ -220,7 +194,7 @@ def _config(file: _File, saved: Any) -> TurboQuantConfig:
         raise file.error(str(error)) from None
 
 
-def _rotary(file: _File, saved: Any) -> Rotary | None:
+def _rotary(file: SavedFile, saved: Any) -> Rotary | None:
     if saved is None:
         return None
     frequencies, interleaved = file.get(saved, "frequencies", list), file.get(saved, "interleaved", bool)
@@ -229,7 +203,7 @@ def _rotary(file: _File, saved: Any) -> Rotary | None:
     return Rotary(tuple(frequencies), interleaved)
 
 
-def _table(file: _File, described: Any, max_cache_len: int | None, before: Sequence[_Table]) -> _Table:
+def _table(file: SavedFile, described: Any, max_cache_len: int | None, before: Sequence[_Table]) -> _Table:
     page_size = file.number(described, "page_size", 1)
     sink_tokens, recent_window = (file.number(described, name, 0) for name in ("sink_tokens", "recent_window"))
     rows, pages = file.get(described, "rows", int, type(None)), file.number(described, "pages", 0)
@@ -244,6 +218,8 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
         file.require((page_size, sink_tokens, recent_window) == same, f"a table with a window has not the sizes {same}")
         held = _Table(table, pages)
     if rows is None:
+        size = max(sink_tokens, recent_window)
+        file.require(size <= _LARGEST_EXACT, f"an empty cache that keeps {size} tokens exact is none that was saved")
         return held
     prefix = f"tables.{len(before)}."
     file.number(described, "rows", 1)
@@ -260,9 +236,7 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
         end = held.entries[0][0]
         file.require(-page_size < end <= 0, f"its entries do not follow each other at position {end}")
     for start, count in held.entries:
-        file.require(
-            start == end and 0 < count <= page_size, f"its entries do not follow each other at position {start}"
-        )
+        file.require(start == end and 0 < count <= page_size, f"its entries do not follow each other at position {start}")
         end = start + count
     ids = {page for row in held.page_ids for page in row} - {NO_PAGE}
     file.require(ids == set(range(len(ids))) and len(ids) == pages, f"its page ids are not those of its {pages} pages")
@@ -275,7 +249,7 @@ def _table(file: _File, described: Any, max_cache_len: int | None, before: Seque
     return held
 
 
-def _sliding_table(file: _File, described: Any, before: Sequence[_Table]) -> SlidingTable:
+def _sliding_table(file: SavedFile, described: Any, before: Sequence[_Table]) -> SlidingTable:
     full = before[0].table
     window = file.number(described, "window", full.recent_window + full.page_size)
     known = [held.table.window for held in before if isinstance(held.table, SlidingTable)]
@@ -290,7 +264,7 @@ def _sliding_table(file: _File, described: Any, before: Sequence[_Table]) -> Sli
 
 
 def _packed(
-    file: _File,
+    file: SavedFile,
     i: int,
     described: Any,
     configs: Sequence[TurboQuantConfig],
@@ -305,16 +279,14 @@ def _packed(
     table = held.table
     full = tables[0].table  # whose first tokens stay where they are
     same = (full.page_size, full.sink_tokens, full.recent_window)
-    file.require(
-        same == (config.page_size, config.sink_tokens, config.recent_window), f"layer {i} does not fit its table"
-    )
+    file.require(same == (config.page_size, config.sink_tokens, config.recent_window), f"layer {i} does not fit its table")
     hybrid = file.get(described, "hybrid", dict, type(None))
     layer: TurboQuantLayer
     if isinstance(table, SlidingTable):
         file.require(hybrid is None, f"layer {i} has both a window and a recurrent state")
         layer = SlidingLayer(config, table, preset, rotary)
     elif hybrid is not None:
-        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid)
+        linear = _stock(file, i, f"layers.{i}.hybrid.", hybrid, target)
         file.require(type(linear) is LinearAttentionLayer, f"layer {i} has no recurrent state, but {linear}")
         layer = HybridLayer(config, table, preset, rotary, number_of_states=linear.number_of_states)
     else:
@@ -333,7 +305,7 @@ def _packed(
         raise file.error(str(error)) from None
     heads = file.number(state, "kv_heads", 1)
     counters = file.get(state, "counters", list)
-    fits = len(counters) == 3 and all(type(c) is int and 0 <= c <= _LARGEST for c in counters)
+    fits = len(counters) == 3 and all(type(c) is int and 0 <= c <= LARGEST for c in counters)
     file.require(fits, f"layer {i} has counters that are no three numbers")
     length, packed_end, used = counters
     file.require(used <= len(held.entries), f"layer {i} uses more entries than there are")
@@ -342,6 +314,7 @@ def _packed(
     fits = rows > 0 and packed_end == end and length - packed_end <= ring and (length >= packed_end or not used)
     fits = fits and (table.max_cache_len is None or length <= table.max_cache_len)
     fits = fits and all(start <= length for start in held.row_start)
+    fits = fits and (not isinstance(table, SlidingTable) or table.kept_from <= table.origin + length)
     file.require(fits, f"layer {i} has counters {counters} that do not fit its entries and rows")
 
     prefix, dtype = f"layers.{i}.", _BY_NAME[name]
@@ -356,10 +329,11 @@ def _packed(
     return layer, _Packed(layout, dtype, heads, device, rows, counters)
 
 
-def _stock(file: _File, i: int, prefix: str, described: Any) -> Any:
+def _stock(file: SavedFile, i: int, prefix: str, described: Any, target: torch.device | None) -> Any:
+    _device(file, described, target)
     found = {name: s for name, s in file.slices.items() if name.startswith(prefix)}
     shapes = {name.removeprefix(prefix): tuple(s.get_shape()) for name, s in found.items()}
-    kinds = {name.removeprefix(prefix): _DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
+    kinds = {name.removeprefix(prefix): DTYPES.get(s.get_dtype(), torch.bool) for name, s in found.items()}
     try:
         layer = stock.build(file.get(described, "layer", dict))
         stock.check_contents(layer, file.get(described, "numbers", dict), shapes, kinds)
@@ -369,7 +343,7 @@ def _stock(file: _File, i: int, prefix: str, described: Any) -> Any:
     return layer
 
 
-def _device(file: _File, described: Any, target: torch.device | None) -> torch.device:
+def _device(file: SavedFile, described: Any, target: torch.device | None) -> torch.device:
     """Where a layer goes: to the target, or where it was."""
     if target is not None:
         return target
@@ -377,13 +351,15 @@ def _device(file: _File, described: Any, target: torch.device | None) -> torch.d
     file.require(name == "cpu" or name.startswith("cuda"), f"the device {name!r} is no place for a cache")
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         raise file.error(f"it was saved from {name}, which this machine lacks: pass device=") from None
 
 
 def _require_layers(
     cls: type[TurboQuantCache],
-    file: _File,
+    file: SavedFile,
     layers: Sequence[Any],
     quantization: TurboQuantConfig,
     max_cache_len: int | None,
@@ -402,14 +378,46 @@ def _require_layers(
 
     file.require(len(fresh) == len(layers), f"it has {len(layers)} layers, and the model's cache {len(fresh)}")
     for i, (saved, wanted) in enumerate(zip(layers, fresh, strict=True)):
-        file.require(
-            kind(saved) == kind(wanted), f"layer {i} is {kind(saved)}, and in the model's cache {kind(wanted)}"
-        )
+        file.require(kind(saved) == kind(wanted), f"layer {i} is {kind(saved)}, and in the model's cache {kind(wanted)}")
 
 
-def _require_memory(file: _File, layers: Sequence[Any], states: Sequence[_Packed | None]) -> None:
-    """A static cache must fit the memory of its devices."""
+def _require_agreement(
+    file: SavedFile,
+    tables: Sequence[_Table],
+    layers: Sequence[Any],
+    states: Sequence[_Packed | None],
+    described: Sequence[Mapping[str, Any]],
+) -> None:
+    """All layers must hold the same rows and the same tokens."""
+    rows, lengths = set[int](), set[int]()
+    for held in tables:
+        of_it = [state for layer, state in zip(layers, states) if state and layer.table is held.table]
+        file.require(bool(of_it) == bool(held.row_start), "a block table has rows of no layer, or a layer no rows")
+        same = all(state.counters == of_it[0].counters for state in of_it)
+        file.require(same, "layers of one block table hold different numbers of tokens")
+        rows |= {state.rows for state in of_it}
+        lengths |= {held.table.origin + state.counters[0] for state in of_it}
+    for i, made in enumerate(described):
+        shapes = {name: s.get_shape() for name, s in file.slices.items() if name.startswith(f"layers.{i}.")}
+        if states[i] is not None:
+            shapes = {name: shape for name, shape in shapes.items() if ".hybrid." in name}
+        rows |= {shape[0] for shape in shapes.values()}
+        if (keys := shapes.get(f"layers.{i}.keys")) is not None:
+            numbers = made["numbers"]  # of a full static window, only the second is right
+            lengths.add(numbers.get("cumulative_length_int", numbers.get("cumulative_length", keys[2])))
+    file.require(len(rows) <= 1, f"its layers have {sorted(rows)} rows")
+    file.require(len(lengths) <= 1, f"its layers hold {sorted(lengths)} tokens")
+
+
+def _require_memory(
+    file: SavedFile, tables: Sequence[_Table], layers: Sequence[Any], states: Sequence[_Packed | None]
+) -> None:
+    """A static cache must fit the memory of its devices, and its block table that of the host."""
     needed: dict[torch.device, int] = {}
+    for held in tables:
+        if held.table.is_static and held.row_start:
+            size = held.table.static_entries * (_SPAN_BYTES + len(held.row_start) * _ID_BYTES)
+            needed[torch.device("cpu")] = size
     for layer, state in zip(layers, states, strict=True):
         if state is not None and layer.table.is_static:
             pages = state.rows * layer.table.static_entries
@@ -420,13 +428,11 @@ def _require_memory(file: _File, layers: Sequence[Any], states: Sequence[_Packed
             there = torch.cuda.get_device_properties(device).total_memory
         else:
             there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        file.require(
-            size <= there, f"its max_cache_len takes {size / 2**30:.0f} GiB, and {device} has {there / 2**30:.0f}"
-        )
+        file.require(size <= there, f"its max_cache_len takes {size / 2**30:.0f} GiB, and {device} has {there / 2**30:.0f}")
 
 
 @torch.inference_mode(False)
-def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) -> None:
+def _fill_packed(file: SavedFile, i: int, layer: TurboQuantLayer, state: _Packed) -> None:
     """Everything but the pages."""
     prefix = f"layers.{i}."
     key, value = (
@@ -436,18 +442,17 @@ def _fill_packed(file: _File, i: int, layer: TurboQuantLayer, state: _Packed) ->
     layer.lazy_initialization(key, value)
     for name in (*layer.row_state_names(), "flags"):
         getattr(layer, name).copy_(file.tensor(prefix + name))
-    length, packed_end, used = state.counters
-    layer.cut(length, packed_end, used, no_page_left=False)
+    layer.cut(torch.tensor(state.counters, dtype=torch.int32, device="cpu"), no_page_left=False)
 
 
-def _fill_stock(file: _File, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:
+def _fill_stock(file: SavedFile, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:
     where = _device(file, made, target)
     names = [name for name in file.expected if name.startswith(prefix)]
     stock.fill(layer, made["numbers"], {n.removeprefix(prefix): file.tensor(n, where) for n in names})
 
 
 @torch.inference_mode(False)
-def _fill_table(file: _File, held: _Table, layers: Sequence[Any]) -> None:
+def _fill_table(file: SavedFile, held: _Table, layers: Sequence[Any]) -> None:
     """The rows, and the pages of all layers."""
     if not held.row_start:
         return

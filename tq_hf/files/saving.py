@@ -27,9 +27,11 @@ Tensors, B rows and E entries in use:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import threading
+import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -103,9 +105,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> None:
     _write(tensors, {"format": FORMAT, "header": json.dumps(header)}, os.fspath(path))
 
 
-def _save_stock(
-    tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None
-) -> dict[str, Any]:
+def _save_stock(tensors: dict[str, Tensor], i: int, prefix: str, layer: Any, max_cache_len: int | None) -> dict[str, Any]:
     try:
         described = stock.description(layer, max_cache_len)
     except ValueError as error:
@@ -124,9 +124,7 @@ def _describe_table(table: BlockTable, pages: int) -> dict[str, Any]:
     return {**sizes, "rows": table.batch_size, "pages": pages, "sliding": sliding}
 
 
-def _save_table(
-    tensors: dict[str, Tensor], prefix: str, table: BlockTable, layers: Sequence[TurboQuantLayer]
-) -> list[int]:
+def _save_table(tensors: dict[str, Tensor], prefix: str, table: BlockTable, layers: Sequence[TurboQuantLayer]) -> list[int]:
     """The pages in use, ascending: a page's place in this list is its number in the file."""
     if table.rows is None:
         return []
@@ -147,12 +145,9 @@ def _save_table(
 def _save_packed(tensors: dict[str, Tensor], prefix: str, layer: TurboQuantLayer, kept: list[int]) -> dict[str, Any]:
     was_offloaded = layer.table.pages.is_offloaded(layer.slot)
     pool = layer.pool
-    held = pool.index_select(0, torch.tensor([page for page in kept if page < len(pool)]).to(pool.device, torch.int64))
-    pages = torch.zeros(len(kept), *pool.shape[1:], dtype=torch.int32)  # a layer that lags behind has fewer
-    pages[: len(held)] = held
+    tensors[prefix + "pages"] = _copied(pool.index_select(0, torch.tensor(kept, dtype=torch.int64).to(pool.device)))
     if was_offloaded:
         layer.offload()
-    tensors[prefix + "pages"] = pages
     for name in (*layer.row_state_names(), "flags"):
         tensors[prefix + name] = _copied(getattr(layer, name))
     return {
@@ -170,13 +165,22 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], path: str) -> None:
-    """All or nothing: a file that was there stays until the new one is complete."""
-    part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"
+    """All or nothing: a file that was there stays until the new one is complete.
+
+    A link at `path` is replaced, not followed, and the unfinished file has a name that nobody can have guessed and made into
+    a link.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(f"{path} cannot be written: it is a folder or a device, not a file.")
+    part = f"{path}.{secrets.token_hex(8)}.part"
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     try:
         safetensors.torch.save_file(tensors, part, metadata)
         os.replace(part, path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from None
     finally:
-        if os.path.exists(part):
+        with contextlib.suppress(FileNotFoundError):  # it has become the file
             os.remove(part)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache import TurboQuantCache
 from ..reporting.memory import storage_bytes
-from ..scoring.chunks import text_chunks
+from .chunks import text_chunks
 
 Progress = Callable[[int], None]
 SLICE_ELEMENTS = 1 << 26  # log-probabilities that are compared at once, in fp32: 256 MB a tensor
@@ -174,9 +174,7 @@ def score_texts(
     rows, length = input_ids.shape
     first = chunks[0][1]
     if len(chunks) < 2:
-        raise ValueError(
-            f"a text of {length} tokens reads no packed page: the first page is packed after {first} tokens."
-        )
+        raise ValueError(f"a text of {length} tokens reads no packed page: the first page is packed after {first} tokens.")
     argument = cache_argument(model)
     following = input_ids.roll(-1, dims=1)
     scores = [torch.empty(4, rows, length - first, device=input_ids.device) for _ in packed]

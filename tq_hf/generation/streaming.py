@@ -140,9 +140,7 @@ class Stream(Iterator[StreamEvent]):
             raise StopIteration
         if self._thread is None:
             arguments = self.model, self.input_ids, self.cache, self.options
-            self._thread = threading.Thread(
-                target=self._run.generate, args=arguments, name="tq_hf-stream", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run.generate, args=arguments, name="tq_hf-stream", daemon=True)
             self._thread.start()
         else:
             self._run.go.release()
@@ -172,9 +170,7 @@ class Stream(Iterator[StreamEvent]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,27 @@ from ..pages.table import BlockTable
 from .packed_kv import Step
 
 # A layer's tensors besides its pages: exact tokens and what keys are balanced with, which have a row for each of the batch,
-ROW_STATE = ("ring_key", "ring_value", "sink_key", "sink_value")
+RING = ("ring_key", "ring_value")
+ROW_STATE = (*RING, "sink_key", "sink_value")
 BALANCE_STATE = ("balance", "query_energy")
 # and those that rows share.
 OTHER_STATE = ("flags", "counters")
 BALANCE_CONSTANTS = ("partner", "partner_share")
+
+
+NOTHING: dict[str, Tensor] = {}
+
+
+class Before(NamedTuple):
+    """What a layer was before the tokens of the forward pass under way, as far as they change it (and but for its flags).
+
+    Of exact tokens nothing is kept for a decode step: what it overwrites in the ring is in a page since long.
+    """
+
+    length: int
+    packed_end: int
+    is_empty: bool
+    copies: dict[str, Tensor]  # of tensors by name
 
 
 class LayerEdits:
@@ -28,6 +44,7 @@ class LayerEdits:
     flags: Tensor
     balance: Tensor | None
     query_energy: Tensor | None
+    ring_key: Tensor
     is_initialized: bool
 
     def begin(self) -> None:
@@ -37,7 +54,10 @@ class LayerEdits:
         self.is_empty = True
         self.pending: Step | None = None
         self.offload_after_commit = False
+        self.reported: list[str] = []  # by `debug.py`
         self._valid: tuple[object, ...] | None = None  # what states looked like that were found to fit
+        self.before: Before | None = None  # dynamic mode
+        self.is_torn = False  # whether a commit has ended halfway
 
     def row_state_names(self) -> tuple[str, ...]:
         return ROW_STATE if self.balance is None else ROW_STATE + BALANCE_STATE
@@ -52,7 +72,7 @@ class LayerEdits:
         """Drop every token. The static mode keeps its tensors, whose addresses a compiled graph knows."""
         if self.table.is_static and self.is_initialized:
             self.pending = None
-            self.is_empty = True
+            self.is_empty, self.is_torn = True, False
             self.counters.zero_()
             self.counters[1] = self.config.sink_tokens
             self.flags.zero_()
@@ -67,32 +87,77 @@ class LayerEdits:
             self.balance.zero_()
             self.query_energy.zero_()
 
-    def cut(self, length: int, packed_end: int, used: int, no_page_left: bool) -> None:
-        """Forget positions from `length` on, as the table has done (`BlockTable.crop`); factors go with the last page."""
-        self.length, self.packed_end = length, packed_end
-        self.is_empty = length == 0
-        if no_page_left:
-            self._forget_balance()
-        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
+    # -- a forward pass that ended early ---------------------------------------------------------------------------------
+    def _as_it_is(self, step: Step, due: int, learns: bool) -> Before:
+        """What `take_back` needs to undo the commit of a step that packs `due` pages and may make balance factors."""
+        if not due and not learns and step.new == 1:
+            return Before(self.length, self.packed_end, self.is_empty, NOTHING)
+        names: tuple[str, ...] = ()
+        if self.length and self.length + step.new - self.packed_end > self.ring_key.shape[2]:
+            names += RING  # it is going to overwrite tokens that are in no page yet
+        if learns:
+            names += BALANCE_STATE if due else ("query_energy",)  # factors are made with the first page
+        return Before(self.length, self.packed_end, self.is_empty, self._copied(names) if names else NOTHING)
 
     @torch.inference_mode(False)
-    def select_rows(self, indices: Tensor) -> None:
-        """Copy the exact parts of rows; their pages moved in the table."""
-        self._valid = None
+    def _copied(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        return {name: getattr(self, name).clone() for name in names}
+
+    def can_take_back(self, length: int) -> bool:
+        """Whether `take_back` leaves so many tokens, from the sequence's start."""
+        if self.pending is not None and not self.is_torn:
+            return self.length + self.table.origin == length
+        return self.before is not None and self.before.length + self.table.origin == length
+
+    def take_back(self) -> None:
+        """Dynamic mode: be as before the tokens of the newest `update`. The table may keep entries that it reserved."""
+        was_committed = self.is_torn or self.pending is None
+        self.pending = None
+        if not was_committed or self.before is None:
+            return
+        length, packed_end, self.is_empty, copies = self.before
+        used = self.table.entries_to(packed_end)
+        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
+        self.length, self.packed_end = length, packed_end
+        for name, tensor in copies.items():
+            setattr(self, name, tensor)
+        self.table.take_back(length)
+        self.before, self.is_torn = None, False
+
+    # -- edits of a layer at rest ----------------------------------------------------------------------------------------
+    def cut(self, counters: Tensor, no_page_left: bool) -> None:
+        """Forget positions, as the table has done (`BlockTable.crop`); factors go with the last page.
+
+        Args:
+            counters: int32 [3] on the CPU, those that the layer has then.
+        """
+        self.length, self.packed_end, _ = counters.tolist()
+        self.is_empty = self.length == 0
+        if no_page_left:
+            self._forget_balance()
+        self.counters.copy_(counters)
+
+    @torch.inference_mode(False)
+    def selected_rows(self, indices: Tensor) -> dict[str, Tensor]:
+        """Copies of the exact parts of rows, by name: what `take` puts in their place."""
         index = indices.to(self.device)
-        for name in self.row_state_names():
-            rows = getattr(self, name).index_select(0, index)
+        return {name: getattr(self, name).index_select(0, index) for name in self.row_state_names()}
+
+    def take(self, state: dict[str, Tensor]) -> None:
+        """Hold these tensors in place of those of the same names; the static mode keeps its addresses."""
+        self._valid = None
+        for name, tensor in state.items():
             if self.table.is_static:
-                getattr(self, name).copy_(rows)
+                getattr(self, name).copy_(tensor)
             else:
-                setattr(self, name, rows)
+                setattr(self, name, tensor)
 
     @torch.inference_mode(False)
     def fork(self, table: BlockTable) -> Any:
         """A layer with the same tokens whose pages are those of `table`, a fork of this layer's."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.table = table
+        twin.table, twin.before = table, None
         if self.is_initialized:
             for name in self.state_names():
                 setattr(twin, name, getattr(self, name).clone())
@@ -100,10 +165,14 @@ class LayerEdits:
         return twin
 
     @torch.inference_mode(False)
-    def move(self, device: torch.device) -> None:
-        """Take all but the pages, which the table has moved, to `device`."""
-        for name in self.state_names():
-            setattr(self, name, getattr(self, name).to(device))
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """All tensors but the pages on `device`, by name: what `move` needs."""
+        return {name: getattr(self, name).to(device) for name in self.state_names()}
+
+    def move(self, device: torch.device, state: dict[str, Tensor]) -> None:
+        """Be on `device`, where the table is already, with the tensors of `on`."""
+        for name, tensor in state.items():
+            setattr(self, name, tensor)
         self.device, self._valid = device, None
         self.on_device = self.table.on(device)
         self.mark_static()

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .. import ops
-from ..config import MODEL_DTYPES, TurboQuantConfig
-from ..layout import PageLayout
-from ..pages.table import BlockTable, while_alone
+from .. import debug, ops
+from ..config import TurboQuantConfig
+from ..pages.pool import while_alone
+from ..pages.table import BlockTable
 from ..quantizer.conditioning import partners
 from ..quantizer.rotary import Rotary
 from ..reporting.memory import storage_bytes
 from ..reporting.reports import LayerReport, packed_report
+from .checks import LayerChecks, signature
 from .edits import LayerEdits
 from .packed_kv import PackedKV, Step, kept_positions
 
 
-class TurboQuantLayer(LayerEdits, CacheLayerMixin):
+class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
     """Packed pages, an exact tail and exact first tokens of one full-attention layer.
 
     Args:
@@ -44,6 +45,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     sliding_window: int | None = None
     is_croppable = True
     supports_early_init = True
+    index: int | None = None  # in its cache, for messages
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         super().__init__()
         self.rotary = rotary
         self.guards_capacity = guards_capacity
+        self.last_layer: TurboQuantLayer | None = None  # static mode: the last one of the cache, where this is the first
         self.config = config
         self.table = table
         self.preset = preset
@@ -67,9 +70,21 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         return self.table.is_static
 
     # -- storage -----------------------------------------------------------------------------------------------------
-    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the tail, the sinks and (static mode) the pool for states [B, H, n, D / Dv]."""
+        is_first, has_pages = self.table.batch_size is None, self.table.pages.holds(self.slot)
+        try:
+            self._allocate(key_states, value_states)
+        except BaseException:
+            self.forget()
+            if is_first:
+                self.table.clear()
+            elif not has_pages:
+                self.table.pages.discard(self.slot)
+            raise
+
+    @torch.inference_mode(False)  # an inference tensor could not be written outside inference mode later
+    def _allocate(self, key_states: Tensor, value_states: Tensor) -> None:
         layout = self._layout(key_states, value_states)
         batch, heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -116,6 +131,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         state = self.table.pages.tensors(self.slot) + [getattr(self, name) for name in self.state_names()]
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
+        if self.before is not None:
+            state += self.before.copies.values()
         return state
 
     @property
@@ -140,10 +157,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         if self.pending is not None:
             self.flush()
         compiling = torch.compiler.is_compiling()
-        if compiling or _signature(key_states, value_states) != self._valid:
+        if compiling or signature(key_states, value_states) != self._valid:
             key_states, value_states = self._accept(key_states, value_states)
             if not compiling:
-                self._valid = _signature(key_states, value_states)
+                self._valid = signature(key_states, value_states)
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
         self._make_way(key_states.shape[2])
@@ -164,58 +181,6 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         return key, value
-
-    def _validate(self, key: Tensor, value: Tensor) -> None:
-        if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
-            raise ValueError(
-                f"key states {tuple(key.shape)} and value states {tuple(value.shape)} do not fit together: expected"
-                " [batch, kv_heads, tokens, head_dim] with the same batch, heads and tokens."
-            )
-        if key.dtype not in MODEL_DTYPES or value.dtype != key.dtype:
-            raise ValueError(
-                f"key dtype {key.dtype}, value dtype {value.dtype}: expected the same, one of {MODEL_DTYPES}."
-            )
-        if value.device != key.device:
-            raise ValueError(f"key on {key.device}, value on {value.device}: expected the same device.")
-        rows = self.table.batch_size
-        if rows is not None and key.shape[0] != rows:
-            remedy = "make a new cache" if self.table.is_static else "call cache.reset() or batch_select_indices()"
-            raise ValueError(f"batch size {key.shape[0]} does not match the {rows} rows this cache holds: {remedy}.")
-        limit = self.table.max_cache_len
-        if limit is not None and key.shape[2] > limit:
-            raise RuntimeError(_over_capacity(limit))
-        if not self.is_initialized:
-            self._layout(key, value)  # raises where there is none
-            return
-        given = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        held = (self.kv_heads, self.key_dim, self.value_dim, self.dtype, self.device)
-        if given != held:
-            raise ValueError(
-                f"(kv_heads, key head_dim, value head_dim, dtype, device) = {given} does not match the cache's {held}:"
-                " call cache.reset() before using it with another model, dtype or device."
-            )
-
-    def _layout(self, key: Tensor, value: Tensor) -> PageLayout:
-        """The layout for such states, or `ValueError` where they have none or it cannot serve a static cache."""
-        layout = self.config.layout(key.shape[-1], value.shape[-1], key.dtype)
-        self.require_kernels(layout, key.device)
-        return layout
-
-    def require_kernels(self, layout: PageLayout, device: torch.device) -> None:
-        """Raise `ValueError` if the cache is static and the layout has no kernels for `device`."""
-        if self.table.is_static and device.type != "cpu" and not ops.has_kernels(layout.name):
-            raise ValueError(
-                f"max_cache_len={self.table.max_cache_len} on {device} needs Triton kernels, and there are none for"
-                f" key_format={layout.key_format!r}, value_format={layout.value_format!r}, rotation={layout.rotation!r},"
-                f" scale={layout.scale!r}: leave max_cache_len out, choose another preset, or run on"
-                " the CPU."
-            )
-
-    def _check_capacity(self, new: int) -> None:
-        limit = self.table.max_cache_len
-        if limit is not None:
-            # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
-            torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
 
     def _known_length(self, step: Step) -> int:
         """Key positions up to the step's last one, from the table's origin on."""
@@ -247,8 +212,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.table.max_cache_len is None else self.table.max_cache_len
 
-    def _state(self) -> tuple[Tensor | None, ...]:
-        """What every op reads, in the ops' order."""
+    def _state(self, new: int = 0) -> tuple[Tensor | None, ...]:
+        """What every op reads, in the ops' order. `new` tokens are about to be committed."""
+        if debug.ENABLED:
+            debug.check_state(self, new)
         pool, table = self.table.pages.of(self.slot), self.on_device
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
@@ -279,9 +246,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         Raises:
             ValueError: a tensor on another device than the cache's.
         """
-        if error := ops.device_error(self.device, query, mask, aux_sinks):
-            self.drop(step)
-            raise ValueError(error)
+        self.require_device(step, query, mask, aux_sinks)
         key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)
@@ -311,26 +276,51 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             mask: bool or uint8 [B or 1, 1, q or 1, >= length + n]: positions that it hides from every query are padding;
                 None: no padding.
             query: [B, Hq, n, D], the queries of these tokens, where an attention function has seen them.
+
+        An exception in here leaves the layer as it was before these tokens; in the static mode, which keeps no copies,
+        it leaves `is_torn`.
         """
         if step.committed:
             return
-        table, new = self.table, step.new
-        key, value = step.rows
-        if table.is_static:
-            due = (new + self.config.page_size - 1) // self.config.page_size  # at most
-            starts = new > 1 or step.is_first
+        is_static, learns = self.table.is_static, self._learns_balance()
+        if is_static:
+            due = (step.new + self.config.page_size - 1) // self.config.page_size  # at most
         else:
-            due = table.due(self.length + new, self.packed_end)
-            starts = new > 1 or step.is_first or table.is_padding_only(step.start)
-        learns = self._learns_balance()
+            due = self.table.due(self.length + step.new, self.packed_end)
+        if torch.compiler.is_compiling():
+            self._take_in(step, mask, query, due, learns)
+            return
+        if not is_static:
+            self.before = self._as_it_is(step, due, learns)
+        self.is_torn = True
+        try:
+            self._take_in(step, mask, query, due, learns)
+        except BaseException:
+            step.committed = False
+            if not is_static:
+                self.take_back()
+            raise
+        self.is_torn = False
+        for layer in step.ends:
+            if isinstance(layer, TurboQuantLayer):
+                layer.before = None
+
+    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
+        """`commit`, with `due` pages to pack, of a layer that (still) `learns` its keys' balance."""
+        table, new = self.table, step.new
+        is_static = table.is_static
+        key, value = step.rows
+        starts = new > 1 or step.is_first or (not is_static and table.is_padding_only(step.start))
         keep = None
         if mask is not None and (due or starts or learns):
             keep = self._kept(step, mask)
             if starts:
-                table.note_padding(keep, self.counters[0] if table.is_static else step.start, new)
+                table.note_padding(keep, self.counters[0] if is_static else step.start, new)
+        elif starts and not is_static:
+            table.note_no_padding(step.start + new)
         if learns:
             self._observe(step, query, keep)
-        if not table.is_static:
+        if not is_static:
             self.length += new
             if due:
                 self.packed_end += due * self.config.page_size
@@ -340,7 +330,7 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         ops.commit(
             key,
             value,
-            *self._state(),
+            *self._state(new),
             self.flags,
             keep,
             self.layout_name,
@@ -351,6 +341,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
         step.committed = True
         self.is_empty = False
         self.pending = None
+        if debug.ENABLED:
+            debug.report_states(self)
         if self.offload_after_commit:
             self.offload()
 
@@ -367,6 +359,8 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
 
     def _observe(self, step: Step, query: Tensor | None, keep: Tensor | None) -> None:
         """Take the new tokens' part in the balance of key channels, before they are committed."""
+        if debug.ENABLED:
+            debug.check_state(self)
         key = step.rows[0]
         if query is not None:
             query = query.detach()
@@ -390,30 +384,10 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
             *step.after,
         )
 
-    def require_mask(self, key: PackedKV, query: Tensor, mask: Tensor) -> None:
-        """Refuse a mask that does not fit [B or 1, 1, q or 1, the handle's length], and forget the step.
-
-        Raises:
-            ValueError: naming both shapes.
-        """
-        if error := ops.mask_error(mask, query, key.shape[2]):
-            self.drop(key.step)
-            raise ValueError(error)
-
     def drop(self, step: Step) -> None:
-        """Forget tokens that attention refused, as if `update` had not been called."""
+        """Forget tokens that attention refused or failed on, as if `update` had not been called."""
         if self.pending is step:
             self.pending = None
-
-    def _require_newest(self, step: Step) -> None:
-        if not step.committed or self.table.is_static:
-            return
-        shown, held = step.start + step.new, self.length
-        if (shown, step.origin) != (held, self.table.origin):
-            raise RuntimeError(
-                f"these keys and values show the cache at {step.origin + shown} tokens, and it holds"
-                f" {self.table.origin + held} by now: use what the newest cache.update() returned."
-            )
 
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
@@ -491,15 +465,3 @@ class TurboQuantLayer(LayerEdits, CacheLayerMixin):
     def report(self, layer: int) -> LayerReport:
         """Counts and bytes as of now (reads the device's counters)."""
         return packed_report(layer, self)
-
-
-def _signature(key: Tensor, value: Tensor) -> tuple[object, ...]:
-    """All that `_validate` looks at."""
-    return key.shape, value.shape, key.dtype, value.dtype, key.device, value.device
-
-
-def _over_capacity(limit: int) -> str:
-    return (
-        f"more tokens than max_cache_len={limit}: make the TurboQuantCache with a larger max_cache_len, or without one to"
-        " let it grow."
-    )

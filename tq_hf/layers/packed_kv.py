@@ -8,6 +8,7 @@ same path; anything else sees a dense tensor, dequantized when it is first neede
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,15 +34,19 @@ class Step:
         origin: the layer's `BlockTable.origin` when they came.
         committed: whether the layer has taken the tokens in.
         read: in code that is being compiled, what was last read of the layer's state; it has to be read before `commit`.
+        ends: the cache's layers, if this step is the last of a forward pass, which is over when it is committed.
     """
 
-    __slots__ = ("committed", "dense", "is_first", "key", "layer", "new", "origin", "read", "rows", "start", "value")
+    __slots__ = (
+        "committed", "dense", "ends", "is_first", "key", "layer", "new", "origin", "read", "rows", "start", "value"
+    )  # fmt: skip
 
     def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
         self.layer = layer
         self._take(key, value)
         self.is_first, self.start, self.origin = is_first, start, layer.table.origin
         self.committed = False
+        self.ends: Sequence[Any] = ()
         self.read: Tensor | None = None
         self.dense: tuple[Tensor, Tensor] | None = None
 
@@ -60,7 +65,7 @@ class Step:
         memo[id(self)] = twin = object.__new__(Step)
         twin._take(self.key.detach().clone(), self.value.detach().clone())
         twin.is_first, twin.start, twin.origin = self.is_first, self.start, self.origin
-        twin.committed, twin.dense, twin.read = self.committed, None, None
+        twin.committed, twin.dense, twin.read, twin.ends = self.committed, None, None, ()
         twin.layer = copy.deepcopy(self.layer, memo)
         return twin
 
@@ -116,11 +121,12 @@ class PackedKV:
 
     def dense(self) -> Tensor:
         """The dequantized states as a tensor, [B, H * repeats, length, D]."""
+        layer = self.step.layer
         if self.is_cut:
-            self.step.layer.commit(self.step, mask=None)
+            or_drop(self.step, layer.commit, self.step, None)
             dense = self.raw
         else:
-            dense = self.step.layer.dense(self.step)[0 if self.is_key else 1]
+            dense = or_drop(self.step, layer.dense, self.step)[0 if self.is_key else 1]
         return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,6 +234,20 @@ def kept_positions(mask: Tensor, batch_size: int) -> Tensor:
     return seen.expand(batch_size, -1)
 
 
+def or_drop(step: Step, read: Callable[..., Any], *arguments: Any) -> Any:
+    """`read(*arguments)`; where it fails, the layer forgets the step, as if its tokens had not come.
+
+    Otherwise a forward pass that failed here would leave tokens that the layer takes in later.
+    """
+    if torch.compiler.is_compiling():
+        return read(*arguments)
+    try:
+        return read(*arguments)
+    except BaseException:
+        step.layer.drop(step)
+        raise
+
+
 def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     """Attention over a first prompt's raw states by torch's own kernels: exact, and fastest while nothing is packed.
 
@@ -237,8 +257,12 @@ def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool
 
     Returns:
         [B, Hq, q, Dv].
+
+    Raises:
+        ValueError: a tensor on another device than the keys'.
     """
     key, value = step.key, step.value
+    step.layer.require_device(step, query, mask)
     group = query.shape[1] // key.shape[1]
     if mask is not None:
         mask = mask[..., : key.shape[2]]
@@ -269,19 +293,22 @@ def scaled_dot_product_attention(
     readable = attn_mask is None or (attn_mask.dtype == torch.bool and (attn_mask.ndim < 4 or attn_mask.shape[1] == 1))
     if packed and readable and dropout_p == 0.0 and (scale is None or scale > 0):
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
-        step, layer = key.step, key.step.layer
-        if attn_mask is not None:
-            attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-            layer.require_mask(key, query, attn_mask)
-        if step.is_first:
-            out = attend_first(query, step, attn_mask, is_causal, scale)
-            layer.commit(step, attn_mask, query)
-            return out
-        if not is_causal or query.shape[2] == key.shape[2]:
-            scaling = query.shape[-1] ** -0.5 if scale is None else scale
-            out = layer.attend(step, query, attn_mask, None, scaling, 0.0, causal=is_causal).transpose(1, 2)
-            layer.commit(step, attn_mask, query)
-            return out
+        if key.step.is_first or not is_causal or query.shape[2] == key.shape[2]:
+            return or_drop(key.step, _attend, query, key, attn_mask, is_causal, scale)
     return F.scaled_dot_product_attention(
         query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _attend(query: Tensor, key: PackedKV, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    step, layer = key.step, key.step.layer
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        layer.require_mask(key, query, mask)
+    if step.is_first:
+        out = attend_first(query, step, mask, is_causal, scale)
+    else:
+        scaling = query.shape[-1] ** -0.5 if scale is None else scale
+        out = layer.attend(step, query, mask, None, scaling, 0.0, causal=is_causal).transpose(1, 2)
+    layer.commit(step, mask, query)
+    return out

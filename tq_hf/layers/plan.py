@@ -70,9 +70,7 @@ def plan(
     exact = boundary_layers(config, packable, quantization.boundary_layers)
     for i in [i for i in exact if type(stock[i]) is WINDOW]:
         exact.discard(i)
-        reasons[i] = (
-            "boundary layers with a sliding window stay exact, and transformers' own layer is smaller than pages"
-        )
+        reasons[i] = "boundary layers with a sliding window stay exact, and transformers' own layer is smaller than pages"
     return reasons, exact
 
 
@@ -86,9 +84,7 @@ def _reasons_against_packing(
         if type(layer) not in (*ATTENTION, *HYBRID, WINDOW):
             reasons.append(f"{type(layer).__name__} holds no keys and values of full attention")
         elif getattr(per_layer[i], "kv_lora_rank", None):
-            reasons.append(
-                f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})"
-            )
+            reasons.append(f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})")
         elif type(layer) is WINDOW:
             reasons.append(_reason_of_window(per_layer[i], layer.sliding_window, quantization))
         else:

@@ -30,8 +30,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..config import TurboQuantConfig
-from ..pages.pool import NO_PAGE
-from ..pages.table import BlockTable, while_alone
+from ..errors import is_out_of_memory
+from ..pages.edits import Crop
+from ..pages.pool import NO_PAGE, while_alone
+from ..pages.table import BlockTable
 from ..quantizer.rotary import Rotary
 from ..reporting.reports import LayerReport
 from .full import TurboQuantLayer
@@ -107,6 +109,7 @@ class SlidingTable(BlockTable):
         self.origin = self.kept_from = 0
         self.recording = False
         self._unneeded = self._released = 0
+        self._announced = (-1, 0)  # the position that tokens were last announced from, and `kept_from` before that
         self._mask: tuple[Tensor | None, tuple[object, ...], Tensor] | None = None  # of a forward pass that is not over
         super().clear()
 
@@ -123,9 +126,16 @@ class SlidingTable(BlockTable):
         if self.recording:
             self._unneeded = 0
             return
+        if self._announced[0] != self.origin + start:
+            self._announced = (self.origin + start, self.kept_from)
         self._unneeded = self.first_seen(start if self.shares_keys else start + new)
         if self._unneeded >= self.packed_end + self.page_size:
             self.kept_from = max(self.kept_from, self.origin + self._unneeded)
+
+    def take_back(self, length: int) -> None:
+        super().take_back(length)
+        if self._announced[0] == self.origin + length:
+            self.kept_from = self._announced[1]
 
     def _needs_page(self, end: int, row_start: int) -> bool:
         return end > self._unneeded and super()._needs_page(end, row_start)
@@ -163,43 +173,36 @@ class SlidingTable(BlockTable):
         leaves = self._released < len(self.spans) and sum(self.spans[self._released]) <= first
         if self.recording or not (leaves or first >= ring) or not all(layer.holds(length) for layer in self.layers):
             return
-        for layer in self.layers:
+        layers = self.layers
+        for layer in layers:
             layer.flush()
-        self.kept_from = max(self.kept_from, self.origin + first)
-        while self._released < len(self.spans) and sum(self.spans[self._released]) <= first:
-            self._release(self._released)
-            self._released += 1
         moves = first >= ring and first > self.latest_start + self.sink_tokens
-        if moves:
-            self._move_origin(first // ring * ring)
-        if leaves or moves:
-            self.pages.compact(to_come=self.pages_to_come(new) * len(self.rows or []))
-            self._refresh()
+        if not (leaves or moves):
+            self.kept_from = max(self.kept_from, self.origin + first)
+            return
+        released = max(self._released, sum(start + count <= first for start, count in self.spans))
+        shift = first // ring * ring if moves else 0
+        dropped = sum(start + count <= shift for start, count in self.spans[:released])
+        left = [[NO_PAGE] * (released - dropped) + row[released:] for row in self.rows or []]
+        spans = [(start - shift, count) for start, count in self.spans[dropped:]]
+        starts = [max(start - shift, 0) for start in self.row_starts]
+        edit = self.edit(left, spans, starts, self.packed_end - shift)
+        moved = [layer.at_origin(shift, dropped) for layer in layers] if moves else []
+        with self.tearing():
+            self.kept_from = max(self.kept_from, self.origin + first)
+            self._released = released - dropped
+            if moves:
+                self.origin += shift
+                self._padding_noted -= shift
+                self.sink_tokens = 0
+                for layer, state in zip(layers, moved, strict=True):
+                    layer.move_origin(shift, *state)
+            self.take(edit)
+        self.pages.compact(to_come=self.pages_to_come(new) * len(self.rows or []))
 
     def pages_to_come(self, new: int) -> int:
         """Pages a row that a pool keeps room for when `new` tokens come next."""
         return min(new, self.window) // self.page_size + 2
-
-    def _release(self, entry: int) -> None:
-        for row in self.rows or []:
-            self.pages.release(row[entry : entry + 1])
-            row[entry] = NO_PAGE
-
-    def _move_origin(self, shift: int) -> None:
-        dropped = 0
-        while dropped < self._released and sum(self.spans[dropped]) <= shift:
-            dropped += 1
-        self.spans = [(start - shift, count) for start, count in self.spans[dropped:]]
-        for row in self.rows or []:
-            del row[:dropped]
-        self._start_rows_at([max(start - shift, 0) for start in self.row_starts])
-        self.origin += shift
-        self.packed_end -= shift
-        self._padding_noted -= shift
-        self._released -= dropped
-        self.sink_tokens = 0
-        for layer in self.layers:
-            layer.move_origin(shift, dropped)
 
     # -- edits -------------------------------------------------------------------------------------------------------
     def require_croppable(self, tokens_to_remove: int) -> None:
@@ -224,16 +227,20 @@ class SlidingTable(BlockTable):
                 f" back no more than {kept}, those that came after cache.activate_past_recording() or the last crop."
             )
 
-    def crop(self, length: int, used: int) -> tuple[int, int]:
-        result = super().crop(length, used)
+    def make_crop(self, crop: Crop) -> None:
+        super().make_crop(crop)
         self._released = min(self._released, len(self.spans))
-        return result
 
     def finish_crop(self) -> None:
-        """Forget what was recorded and is not needed any more."""
+        """Forget what was recorded and is not needed any more; without memory for that, the next tokens do."""
         recorded, self.recording = self.recording, False
-        self.advance(self.layers[0].get_seq_length() - self.origin, 1)
-        self.recording = recorded
+        try:
+            self.advance(self.layers[0].get_seq_length() - self.origin, 1)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            self.recording = recorded
 
     # -- copies ------------------------------------------------------------------------------------------------------
     def fork_beside(self, full: BlockTable) -> SlidingTable:
@@ -248,7 +255,7 @@ class SlidingTable(BlockTable):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:  # layers join again when they are there, and so they do in a deep copy
-        return {**self.__dict__, "_layers": []}
+        return {**super().__getstate__(), "_layers": []}
 
 
 class SlidingLayer(TurboQuantLayer):
@@ -257,9 +264,7 @@ class SlidingLayer(TurboQuantLayer):
     is_sliding = True
     table: SlidingTable
 
-    def __init__(
-        self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None
-    ) -> None:
+    def __init__(self, config: TurboQuantConfig, table: SlidingTable, preset: str, rotary: Rotary | None = None) -> None:
         super().__init__(config, table, preset, rotary)
         table.join(self)
         self.sliding_window = table.window
@@ -340,10 +345,9 @@ class SlidingLayer(TurboQuantLayer):
                 " what cache.update() returned in one attention call."
             )
 
-    def commit(self, step: Step, mask: Tensor | None, query: Tensor | None = None) -> None:
-        if not step.committed:
-            self.table.announce(step.start, step.new)
-        super().commit(step, mask, query)
+    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
+        self.table.announce(step.start, step.new)
+        super()._take_in(step, mask, query, due, learns)
 
     def _kept(self, step: Step, mask: Tensor) -> Tensor:
         keep, hidden = super()._kept(step, mask), self.hidden(step)
@@ -363,14 +367,18 @@ class SlidingLayer(TurboQuantLayer):
 
     # -- edits that the table makes on all layers together -----------------------------------------------------------
     @torch.inference_mode(False)
-    def move_origin(self, shift: int, dropped: int) -> None:
-        """Count from `shift` positions further on, with so many entries less; the sinks have left the window."""
+    def at_origin(self, shift: int, dropped: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Counters and sinks for an origin `shift` positions further on, with so many entries less."""
+        less = torch.tensor([shift, shift, dropped], dtype=torch.int32, device="cpu").to(self.device)
+        batch, heads = self.sink_key.shape[:2]
+        sink_key = self.sink_key.new_empty(batch, heads, 0, self.key_dim)
+        return self.counters - less, sink_key, self.sink_value.new_empty(batch, heads, 0, self.value_dim)
+
+    def move_origin(self, shift: int, counters: Tensor, sink_key: Tensor, sink_value: Tensor) -> None:
+        """Count from `shift` positions further on, in the state of `at_origin`; the sinks have left the window."""
         self.length -= shift
         self.packed_end -= shift
-        self.counters -= torch.tensor([shift, shift, dropped], dtype=torch.int32, device="cpu").to(self.device)
-        batch, heads = self.sink_key.shape[:2]
-        self.sink_key = self.sink_key.new_empty(batch, heads, 0, self.key_dim)
-        self.sink_value = self.sink_value.new_empty(batch, heads, 0, self.value_dim)
+        self.counters, self.sink_key, self.sink_value = counters, sink_key, sink_value
 
     # -- reports -----------------------------------------------------------------------------------------------------
     def report(self, layer: int) -> LayerReport:

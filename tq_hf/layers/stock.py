@@ -23,6 +23,7 @@ SAVED_CLASSES = (
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
     "DummyLayer",
 )
+LARGEST_KERNEL = 1024  # of a convolution that has recorded another number of states
 OPTIONS = ("sliding_window", "max_cache_len", "number_of_states")
 # Host numbers that change with the tokens, where a class has them.
 NUMBERS = ("cumulative_length", "cumulative_length_int", "record_past")
@@ -34,7 +35,7 @@ def all_or_nothing(layers: Sequence[Any]) -> Iterator[None]:
     saved = [{name: _copied(value) for name, value in vars(layer).items()} for layer in layers]
     try:
         yield
-    except Exception:
+    except BaseException:
         for layer, attributes in zip(layers, saved, strict=True):
             for name, value in attributes.items():
                 if isinstance(value, Tensor) and value.ndim == 0:
@@ -60,6 +61,29 @@ def move_stock(layer: Any, device: torch.device) -> None:
             setattr(layer, name, {k: v.to(device) if isinstance(v, Tensor) else v for k, v in value.items()})
     if getattr(layer, "device", None) is not None:
         layer.device = device
+
+
+def require_window(layer: Any) -> None:
+    """Refuse a crop of a growing sliding layer that took back more tokens than were recorded, which it does not notice.
+
+    Raises:
+        RuntimeError: a next query would miss keys.
+    """
+    if not isinstance(layer, cache_utils.DynamicSlidingWindowLayer) or not layer.is_initialized:
+        return
+    length, kept = layer.get_seq_length(), layer.keys.shape[2]
+    if kept < min(length, layer.sliding_window - 1):
+        raise RuntimeError(
+            f"crop to {length} tokens: a layer with a sliding window of {layer.sliding_window} would have only {kept} left."
+            " Remove no more than those that came after cache.activate_past_recording()."
+        )
+
+
+def forget_states(layer: Any) -> None:
+    """Drop the states of linear attention, which transformers' reset zeroes: the next batch may have other rows."""
+    for i in range(getattr(layer, "number_of_states", 0)):
+        layer.conv_states[i] = layer.recurrent_states[i] = layer.conv_kernel_size[i] = None
+        layer.is_conv_states_initialized[i] = layer.is_recurrent_states_initialized[i] = False
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -135,9 +159,7 @@ def check_contents(
     attention = {"keys", "values"} if hasattr(layer, "update") and not _is_dummy(layer) else set()
     if unknown := sorted(set(shapes) - linear - attention):
         raise ValueError(f"a {type(layer).__name__} does not hold {unknown}")
-    expected = set(contents(layer)[0]) | {
-        name.replace("conv_states", "conv_kernel_size") for name in linear & set(shapes)
-    }
+    expected = set(contents(layer)[0]) | {name.replace("conv_states", "conv_kernel_size") for name in linear & set(shapes)}
     expected -= {name for name in expected if name.startswith("recurrent_states")}
     if set(numbers) != expected:
         raise ValueError(f"a {type(layer).__name__} has the numbers {sorted(expected)}, not {sorted(numbers)}")
@@ -150,10 +172,15 @@ def check_contents(
     for name in linear & set(shapes):
         kernel = numbers.get(name.replace("conv_states", "conv_kernel_size"))
         shape = shapes[name]
-        if len(shape) < 2 or (kernel is not None and shape[-1] != kernel and not numbers["record_past"]):
+        fits = kernel is None or kernel == shape[-1] or (numbers["record_past"] and kernel < LARGEST_KERNEL)
+        if len(shape) < 2 or not fits:
             raise ValueError(f"{name} of shape {shape} does not fit a kernel of {kernel}")
     if "keys" in shapes or "values" in shapes:
+        if dtypes.get("keys") != dtypes.get("values"):
+            raise ValueError(f"keys of {dtypes.get('keys')} and values of {dtypes.get('values')} do not fit together")
         _check_attention(layer, numbers, shapes.get("keys", ()), shapes.get("values", ()))
+    elif numbers.get("cumulative_length", 0) or numbers.get("cumulative_length_int", 0):
+        raise ValueError(f"a {type(layer).__name__} of {dict(numbers)} has no keys")
 
 
 def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ...], values: tuple[int, ...]) -> None:
@@ -162,6 +189,8 @@ def _check_attention(layer: Any, numbers: Mapping[str, Any], keys: tuple[int, ..
     length = numbers.get("cumulative_length", keys[2])
     if isinstance(layer, cache_utils.StaticLayer):
         fits = keys[2] == layer.max_cache_len and length <= layer.max_cache_len
+        counted = numbers.get("cumulative_length_int", length)
+        fits = fits and (counted == length or counted > layer.max_cache_len)
     elif isinstance(layer, cache_utils.DynamicSlidingWindowLayer):
         fits = min(length, layer.sliding_window - 1) <= keys[2] <= length
     else:
@@ -178,11 +207,9 @@ def fill(layer: Any, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         conv, recurrent = tensors.get(f"conv_states.{i}"), tensors.get(f"recurrent_states.{i}")
         if conv is not None:
             kernel = numbers[f"conv_kernel_size.{i}"]
-            layer.lazy_initialization(conv_states=conv, state_idx=i, conv_kernel_size=kernel)
-            if conv.shape[-1] == kernel:
-                layer.conv_states[i].copy_(conv)
-            else:
-                layer.conv_states[i] = conv
+            layer.lazy_initialization(conv_states=conv, state_idx=i)
+            layer.conv_states[i].copy_(conv)
+            layer.conv_kernel_size[i] = kernel  # recorded, states are more or fewer
         if recurrent is not None:
             layer.lazy_initialization(recurrent_states=recurrent, state_idx=i)
             layer.recurrent_states[i].copy_(recurrent)

@@ -7,13 +7,17 @@ they are shared by reference and freed when no row of any table uses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from ..errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from .table import BlockTable
@@ -38,6 +42,20 @@ def is_wasteful(used: int, capacity: int, to_come: int | None) -> bool:
     return 4 * (used + to_come) < 3 * capacity
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def while_alone(method: Method) -> Method:
+    """A method that runs under `alone()` of the block table that it belongs to, or that its layer has."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self, "table", self).alone():
+            return method(self, *args, **kwargs)
+
+    return cast(Method, locked)
+
+
 class PagePool:
     """Hands out page ids, counts how many rows use each, and takes them back; keeps each layer's pages.
 
@@ -56,7 +74,7 @@ class PagePool:
         self.references: list[int] = []
         self.free: list[int] = []
         self.users: WeakSet[BlockTable] = WeakSet()
-        self._returned: list[list[list[int]]] = []
+        self._returned: list[list[list[int]] | None] = []
         self._pages: dict[int, Tensor] = {}  # by slot: int32 [pages, H, page_words], where the layer computes
         self._host: dict[int, Tensor] = {}  # by slot: the same in host memory, once offloaded
         self._devices: dict[int, torch.device] = {}
@@ -71,6 +89,9 @@ class PagePool:
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # each block table puts itself among the users again
         self.__dict__.update(state, users=WeakSet(), lock=RLock())
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            for held in (self._pages, self._host):
+                held.update({slot: pages.clone() for slot, pages in held.items() if pages.is_inference()})
 
     # -- ids -----------------------------------------------------------------------------------------------------------
     @property
@@ -104,16 +125,28 @@ class PagePool:
             if self.references[page] == 0:
                 self.free.append(page)
 
-    def release_later(self, rows: list[list[int]]) -> None:
-        """Release all pages of these rows before ids are next handed out or counted.
+    def release_later(self, rows: list[list[int]] | None) -> None:
+        """Release all pages of these rows before ids are next handed out or counted; None: of a table that is torn.
 
         For finalizers, which the garbage collector may run in the middle of anything.
         """
         self._returned.append(rows)
 
+    def recount(self) -> None:
+        """Count again who uses which page: an edit of a table that is no user any more was interrupted."""
+        self._returned.clear()  # these are no users either
+        self.references = [0] * self.capacity
+        for table in list(self.users):
+            for row in table.rows or []:
+                self.share(row)
+        self.free = [page for page, references in enumerate(self.references) if not references]
+
     def _take_back(self) -> None:
         while self._returned:
-            for row in self._returned.pop():
+            if (rows := self._returned.pop()) is None:
+                self.recount()
+                return
+            for row in rows:
                 self.release(row)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
@@ -134,6 +167,12 @@ class PagePool:
         self._pages[slot] = pages
         self._devices[slot] = pages.device
         self.note_written(slot)
+
+    def discard(self, slot: int) -> None:
+        """As before `put`."""
+        self._pages.pop(slot, None)
+        self._devices.pop(slot, None)
+        self._unsaved.discard(slot)
 
     def holds(self, slot: int) -> bool:
         """Whether a layer has its pages here already, those of a fork perhaps."""
@@ -160,26 +199,73 @@ class PagePool:
 
         The first reordering of beams leaves one row's pages of many, and so does a fork that outlives the others.
 
+        Layers follow one by one, so that it takes the memory of one besides. Where there is none, they stay large, no
+        error.
+
         Args:
             to_come: pages that are going to be needed besides those in use, if that is known (sliding windows). Then fewer
                 unused ones are worth it, a quarter of the pool, and the pool keeps room for these.
         """
         tables = list(self.users)  # none of them may go away while ids change
         used = self.used
-        room = used + (to_come or 0)
         if not is_wasteful(used, self.capacity, to_come):
             return
         kept = [page for page, references in enumerate(self.references) if references]
+        holes = [page for page in range(used) if not self.references[page]]
+        moves = dict(zip(kept[used - len(holes) :], holes, strict=True))
+        try:  # until tables change, only pages that nobody uses are written
+            for slot in self._devices:
+                self._copy_within(slot, moves)
+            edits = [(table, table.renumbered(moves)) for table in tables if table.rows is not None]
+        except Exception as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        with ExitStack() as all_tables:
+            for table, _ in edits:
+                all_tables.enter_context(table.tearing())
+            for page, hole in moves.items():
+                self.references[hole] = self.references[page]
+            del self.references[used:]
+            self.free = []
+            for table, edit in edits:
+                table.put(edit)
         for slot in self._devices:
-            was_offloaded = self.is_offloaded(slot)
-            self.put(slot, _select(self.of(slot), kept, room))
+            try:
+                self._resize(slot, used + (to_come or 0))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+
+    def _copy_within(self, slot: int, moves: Mapping[int, int]) -> None:
+        """Copy pages of a layer to other places, as far as it has them (one that lags behind the others has fewer)."""
+        if not moves:
+            return
+        with self._here(slot) as pages:
+            ids = [(page, hole) for page, hole in moves.items() if page < pages.shape[0]]
+            if ids:
+                sources, places = torch.tensor(ids, dtype=torch.int64, device="cpu").T.to(pages.device)
+                pages.index_copy_(0, places, pages.index_select(0, sources))
+                self.note_written(slot)
+
+    def _resize(self, slot: int, size: int) -> None:
+        """Give a layer a tensor of so many pages, with the first ones that it has."""
+        with self._here(slot) as pages:
+            if size != pages.shape[0]:
+                resized = pages.new_zeros((size, *pages.shape[1:]))
+                held = min(size, pages.shape[0])
+                resized[:held] = pages[:held]
+                self.put(slot, resized)
+
+    @contextmanager
+    def _here(self, slot: int) -> Iterator[Tensor]:
+        """A layer's pages, which go back to host memory afterwards if they were there."""
+        was_offloaded = self.is_offloaded(slot)
+        try:
+            yield self.of(slot)
+        finally:
             if was_offloaded:
                 self.offload(slot)
-        self.references = [self.references[page] for page in kept]
-        self.free = []
-        number = dict(zip(kept, range(len(kept)), strict=True))
-        for table in tables:
-            table.renumber(number)
 
     @torch.inference_mode(False)
     def copy(self, kept: Sequence[int], device: torch.device | None = None) -> PagePool:
@@ -238,12 +324,7 @@ class PagePool:
         self._arriving[slot] = stream.record_event()
 
 
-def _select(pages: Tensor, kept: Sequence[int], room: int = 0) -> Tensor:
+def _select(pages: Tensor, kept: Sequence[int]) -> Tensor:
     """The pages `kept`, as far as this layer has them already (one that lags behind the others has fewer)."""
     index = torch.tensor([page for page in kept if page < pages.shape[0]], dtype=torch.int64, device="cpu")
-    selected = pages.index_select(0, index.to(pages.device))
-    if room <= len(kept):
-        return selected
-    larger = pages.new_zeros((room, *pages.shape[1:]))
-    larger[: len(selected)] = selected
-    return larger
+    return pages.index_select(0, index.to(pages.device))

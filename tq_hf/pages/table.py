@@ -7,39 +7,23 @@ and reference counts, never packed data. All packed layers of a cache advance to
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .pool import NO_PAGE, PagePool
+from .device import DeviceTable, int32, table_tensors
+from .edits import SPARE_ENTRIES, TableEdits
+from .pool import NO_PAGE, PagePool, while_alone
 
 logger = logging.getLogger(__name__)
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-# Spare entries of a static table: each crop that cuts into a page leaves one entry shorter than a page.
-SPARE_ENTRIES = 4
-
-
-def while_alone(method: Method) -> Method:
-    """A method that runs under `alone()` of the block table that it belongs to, or that its layer has."""
-
-    @functools.wraps(method)
-    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        table = self if isinstance(self, BlockTable) else self.table
-        with table.alone():
-            return method(self, *args, **kwargs)
-
-    return cast(Method, locked)
-
-
-class BlockTable:
+class BlockTable(TableEdits):
     """Which page each entry of each row uses, and which positions an entry covers.
 
     Two modes. *Dynamic*: the host knows every length; entries are added when a page falls due (`reserve`) and mirrored
@@ -100,11 +84,7 @@ class BlockTable:
         self.packed_end = self.sink_tokens
         self._padding_noted = -1
         self._devices: dict[torch.device, DeviceTable] = {}
-
-    def _start_rows_at(self, positions: list[int]) -> None:
-        """Note where rows start, and the latest of these positions: layers ask for it at every step."""
-        self.row_starts = positions
-        self.latest_start = max(positions, default=0)
+        self.is_torn = False
 
     def _use(self, pages: PagePool) -> None:
         self.pages = pages
@@ -114,14 +94,14 @@ class BlockTable:
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None:
             with pages.lock:
-                self.__del__()
                 pages.users.discard(self)
+                self.__del__()
 
     def __del__(self) -> None:
         """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None and self.rows:
-            pages.release_later(self.rows)
+            pages.release_later(None if self.is_torn else self.rows)
 
     def begin(self, batch_size: int) -> None:
         """Set the number of rows at the first token."""
@@ -155,31 +135,46 @@ class BlockTable:
         if isinstance(length, Tensor):
             for device_table in self._devices.values():
                 start = device_table.row_start
-                start.copy_(torch.where(start >= length, first.to(start), start))
+                start.copy_(torch.where(start >= length.to(start.device), first.to(start), start))
         elif self._padding_noted != length + new:
             self._padding_noted = length + new
             self._start_rows_at(
                 [start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)]
             )
             for device_table in self._devices.values():
-                device_table.row_start.copy_(_int32(self.row_starts))
+                device_table.row_start.copy_(int32(self.row_starts))
+
+    def note_no_padding(self, length: int) -> None:
+        """Let rows start where they do: a layer has taken its tokens up to `length` in without a mask.
+
+        A mask that another layer brings in the same forward pass must not move them any more: first tokens are kept apart.
+        """
+        self._padding_noted = max(self._padding_noted, length)
 
     @while_alone
     def reserve(self, packed_end: int) -> None:
         """Add entries until pages reach `packed_end` (layers after the first find them there already)."""
         assert self.rows is not None
-        if self.packed_end < packed_end:
-            self.pages.compact()
-        first_new = len(self.spans)
-        while self.packed_end < packed_end:
-            start, end = self.packed_end, self.packed_end + self.page_size
-            self.spans.append((start, self.page_size))
-            for row, row_start in zip(self.rows, self.row_starts, strict=True):
-                row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
-            self.packed_end = end
-        if len(self.spans) > first_new:
+        if self.packed_end >= packed_end:
+            return
+        self.pages.compact()
+        first_new, had_end = len(self.spans), self.packed_end
+        try:
+            while self.packed_end < packed_end:
+                start, end = self.packed_end, self.packed_end + self.page_size
+                self.spans.append((start, self.page_size))
+                for row, row_start in zip(self.rows, self.row_starts, strict=True):
+                    row.append(self.pages.allocate() if self._needs_page(end, row_start) else NO_PAGE)
+                self.packed_end = end
             for device_table in self._devices.values():
-                device_table.write(self, first_new)
+                device_table.write(self.rows, self.spans, self.row_starts, first_new)
+        except BaseException:  # the next layer would take them for written
+            self.packed_end = had_end
+            del self.spans[first_new:]
+            for row in self.rows:
+                del row[first_new:]
+            self.pages.recount()
+            raise
 
     def _needs_page(self, end: int, row_start: int) -> bool:
         """Whether a page that ends there has anything to hold but padding and sinks."""
@@ -192,54 +187,25 @@ class BlockTable:
         for device_table in self._devices.values():
             device_table.row_start.clamp_(max=length)
 
+    def take_back(self, length: int) -> None:
+        """Forget what a forward pass that ended early has announced of the tokens from `length` on."""
+        self.trim(length)
+
     def is_padding_only(self, length: int) -> bool:
         """Dynamic mode: whether some row has had nothing but padding in its first `length` positions."""
         return self.latest_start >= length
 
-    @while_alone
-    def crop(self, length: int, used: int) -> tuple[int, int]:
-        """Drop pages that start at `length` or later and shorten the one that crosses it. No page is rewritten.
-
-        Args:
-            length: tokens that remain.
-            used: entries in use.
-
-        Returns:
-            The first position that is in no page any more, and the entries in use.
-
-        Raises:
-            RuntimeError: a static table has been cropped into its pages more often than it has spare entries.
-        """
-        kept = [(start, min(count, length - start)) for start, count in self.spans[:used] if start < length]
-        end = sum(kept[-1]) if kept else self.sink_tokens
-        if self.max_cache_len is not None:
-            room = len(self.spans) - len(kept)
-            needed = -(-max(0, self.max_cache_len - self.recent_window - end) // self.page_size)
-            if needed > room:
-                raise RuntimeError(
-                    f"a static cache can be cropped into packed pages {SPARE_ENTRIES} times, no more: call cache.reset(),"
-                    " or use a cache without max_cache_len."
-                )
-            self.spans = kept + [(end + e * self.page_size, self.page_size) for e in range(room)]
-            self._own_entries(len(kept))
-            self._rewrite()
-            return end, len(kept)
-        for row in self.rows or []:
-            self.pages.release(row[len(kept) :])
-            del row[len(kept) :]
-        self.spans, self.packed_end = kept, end
-        self.pages.compact()
-        self._refresh()
-        return end, len(kept)
-
     def restart(self) -> None:
         """Static mode: as before the first token, every tensor at its address."""
+        if self.is_torn:
+            self.pages.recount()
         self._start_rows_at([0] * len(self.row_starts))
         self.spans = [(self.sink_tokens + e * self.page_size, self.page_size) for e in range(len(self.spans))]
         self._own_entries(0)
         self._rewrite()
         for device_table in self._devices.values():
             device_table.row_start.zero_()
+        self.is_torn = False
 
     def note_dense_read(self) -> None:
         """Say once a cache that some attention function reads dequantized copies, and how to avoid it."""
@@ -257,44 +223,7 @@ class BlockTable:
         counts = [count for _, count in self.spans[:used]]
         return sum(n for row in self.rows or [] for page, n in zip(row, counts, strict=False) if page != NO_PAGE)
 
-    @while_alone
-    def select_rows(self, indices: Sequence[int]) -> None:
-        """Make row i a copy of row `indices[i]`: pages are shared, not copied."""
-        assert self.rows is not None
-        chosen = [list(self.rows[i]) for i in indices]
-        for row in chosen:
-            self.pages.share(row)
-        for row in self.rows:
-            self.pages.release(row)
-        self.rows = chosen
-        self._start_rows_at([self.row_starts[i] for i in indices])
-        self.pages.compact()
-        self._refresh()
-
-    def renumber(self, number: Mapping[int, int]) -> None:
-        """Use `number[page]` for every page: the pool has moved them."""
-        for row in self.rows or []:
-            row[:] = [number.get(page, NO_PAGE) for page in row]
-        self._refresh()
-
     # -- static mode -------------------------------------------------------------------------------------------------
-    def permute_rows(self, indices: Sequence[int], used: int) -> None:
-        """Static mode: make row i a copy of row `indices[i]`, every tensor at its address.
-
-        The `used` entries in use are shared; for those to come, each row keeps pages of its own.
-        """
-        assert self.rows is not None
-        past = [self.rows[i][:used] for i in indices]
-        for row in past:
-            self.pages.share(row)
-        for row, pages in zip(self.rows, past, strict=True):
-            self.pages.release(row[:used])
-            row[:used] = pages
-        self._rewrite()
-        for device_table in self._devices.values():
-            starts = device_table.row_start
-            starts.copy_(starts[torch.tensor(indices, device="cpu").to(starts.device)])
-
     def restore(
         self, page_ids: Sequence[Sequence[int]], spans: Sequence[tuple[int, int]], row_starts: Sequence[int], pages: int
     ) -> list[int]:
@@ -321,7 +250,7 @@ class BlockTable:
             self.spans = [*spans, *((end + e * self.page_size, self.page_size) for e in range(room))]
             self._rewrite()
             for device_table in self._devices.values():
-                device_table.row_start.copy_(_int32(row_starts))
+                device_table.row_start.copy_(int32(row_starts))
             return place
         self.pages.references = [0] * pages
         self.rows = [list(row) for row in page_ids]
@@ -332,48 +261,42 @@ class BlockTable:
         self._refresh()
         return place
 
-    def _own_entries(self, used: int) -> None:
-        """Static mode: give each row a page of its own for every entry from `used` on, which it is going to write.
-
-        There are as many pages as entries of all rows, so as long as rows share one, another is free.
-        """
-        for row in self.rows or []:
-            for entry in range(used, len(row)):
-                if self.pages.references[row[entry]] > 1:
-                    self.pages.release(row[entry : entry + 1])
-                    row[entry] = self.pages.allocate()
-
-    def _rewrite(self) -> None:
-        for device_table in self._devices.values():
-            device_table.write(self, 0)
-
     # -- copies ------------------------------------------------------------------------------------------------------
     @while_alone
     def fork(self) -> Self:
         """A table of the same pages (dynamic mode)."""
         twin = self._twin()
-        for row in twin.rows or []:
-            self.pages.share(row)
-        twin._use(PagePool() if self.rows is None else self.pages)
+        with twin.tearing():
+            twin._use(PagePool() if self.rows is None else self.pages)
+            for row in twin.rows or []:
+                self.pages.share(row)
         return twin
 
     @while_alone
-    def move(self, device: torch.device) -> None:
-        """Put the pages and this table's tensors on `device`. Other tables of the pool keep theirs."""
-        starts = [device_table.row_start for device_table in self._devices.values()]
+    @torch.inference_mode(False)
+    def moved(self, device: torch.device) -> Callable[[], None]:
+        """Copy the pages and this table's tensors to `device`; what is returned makes the table use the copies.
+
+        Other tables of the pool keep theirs.
+        """
         pages, rows = self._copied_pages(device)
-        self._leave()
-        self.rows = rows
-        self._use(pages)
-        self._devices = {}
-        if starts:
-            self.on(device).row_start.copy_(starts[0])
+        devices: dict[torch.device, DeviceTable] = {}
+        for held in list(self._devices.values())[:1]:  # a static table's starts are on the device only
+            page_ids, entries, _ = table_tensors(device, rows or [], self.spans, self.row_starts, spare=not self.is_static)
+            devices[device] = DeviceTable(device, page_ids, entries, held.row_start.to(device, copy=True))
+
+        def use() -> None:
+            self._leave()
+            self.rows, self._devices = rows, devices
+            self._use(pages)
+
+        return use
 
     def _twin(self) -> Self:
         """The same rows and spans, without a pool and without tensors."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        del twin.pages
+        # Never with the pages, not for a moment: ended there, it would give back what it has not shared.
+        twin.__dict__.update({name: value for name, value in self.__dict__.items() if name != "pages"})
         twin.rows = None if self.rows is None else [list(row) for row in self.rows]
         twin.spans, twin.row_starts = list(self.spans), list(self.row_starts)
         twin._devices = {}
@@ -395,9 +318,17 @@ class BlockTable:
         pages.free = [page for page, references in enumerate(pages.references) if not references]
         return pages, None if self.rows is None else rows
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: with pages of its own, as in a deep copy. Those of forks that stay behind have no user there."""
+        with self.alone():
+            pages, rows = self._copied_pages()
+            return {**self.__dict__, "pages": pages, "rows": rows}
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # unpickling
         self.__dict__.update(state)
         self._use(self.pages)
+        if not self.is_static:
+            self._refresh()
 
     @while_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -410,60 +341,18 @@ class BlockTable:
         return twin
 
     # -- device side -------------------------------------------------------------------------------------------------
+    @while_alone
     def on(self, device: torch.device) -> DeviceTable:
         """The table as tensors on `device`."""
         if device not in self._devices:
-            self._devices[device] = DeviceTable(self, device)
+            assert self.rows is not None
+            tensors = table_tensors(device, self.rows, self.spans, self.row_starts, spare=not self.is_static)
+            self._devices[device] = DeviceTable(device, *tensors)
         return self._devices[device]
 
     def _refresh(self) -> None:
         for device_table in self._devices.values():
-            device_table.rebuild(self)
+            device_table.hold(*table_tensors(device_table.device, self.rows or [], self.spans, self.row_starts))
 
     def tensors(self) -> list[Tensor]:
         return [t for d in self._devices.values() for t in (d.page_ids, d.entries, d.row_start)]
-
-
-def entry_room(entries: int) -> int:
-    """How many entries the tensors of a dynamic table have room for when they are made for `entries`."""
-    return max(16, 1 << max(0, entries - 1).bit_length())
-
-
-class DeviceTable:
-    """A block table's tensors on one device.
-
-    Attributes:
-        page_ids: int32 [B, E], the page of each entry or `NO_PAGE`.
-        entries: int32 [E, 2], start and count.
-        row_start: int32 [B].
-    """
-
-    def __init__(self, table: BlockTable, device: torch.device) -> None:
-        self.device = device
-        self.rebuild(table)
-
-    @torch.inference_mode(False)
-    def rebuild(self, table: BlockTable) -> None:
-        assert table.rows is not None
-        entries = len(table.spans)
-        room = entries if table.is_static else entry_room(entries)
-        self.page_ids = torch.full((len(table.rows), room), NO_PAGE, dtype=torch.int32, device=self.device)
-        self.entries = torch.zeros((room, 2), dtype=torch.int32, device=self.device)
-        self.row_start = _int32(table.row_starts).to(self.device)
-        self.write(table, 0)
-
-    def write(self, table: BlockTable, first: int) -> None:
-        """Copy entries from `first` on to the device."""
-        assert table.rows is not None
-        last = len(table.spans)
-        if last > self.entries.shape[0]:
-            self.rebuild(table)
-            return
-        if last > first:
-            self.page_ids[:, first:last].copy_(_int32([row[first:] for row in table.rows]))
-            self.entries[first:last].copy_(_int32(table.spans[first:]))
-
-
-def _int32(values: Sequence[object]) -> Tensor:
-    """Host numbers as a tensor, whatever default device the caller has set."""
-    return torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -220,8 +220,7 @@ def _best_on_grid(delta: float, ideal: list[float]) -> tuple[float, float, tuple
     paths: list[tuple[float, tuple[int, ...]]] = [(0.0, (m,)) for m in window(ideal[0])]
     for level in ideal[1:]:
         paths = [
-            min((cost + at_boundary(path[-1], m), (*path, m)) for cost, path in paths if path[-1] < m)
-            for m in window(level)
+            min((cost + at_boundary(path[-1], m), (*path, m)) for cost, path in paths if path[-1] < m) for m in window(level)
         ]
     best = min((_distortion([(m + 0.5) * delta for m in path], _gaussian_integrals), path) for _, path in paths)
     return best[0], delta, best[1]

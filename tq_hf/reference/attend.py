@@ -213,6 +213,9 @@ class _Rows:
     def result(self, dtype: torch.dtype) -> Tensor:
         """`[B, q, Hq, Dv]`."""
         normal = self.output / self.denominator.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        if dtype == torch.float16:  # what a page holds of values close to fp16's limit may lie beyond it
+            limit = torch.finfo(dtype).max
+            normal = torch.where(normal.isinf(), normal, normal.clamp(-limit, limit))
         return normal.permute(0, 2, 1, 3, 4).flatten(2, 3).to(dtype).contiguous()
 
 

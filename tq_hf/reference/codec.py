@@ -101,9 +101,7 @@ def encode_page(
 def unpack_page(words: Tensor, layout: PageLayout, dtype: torch.dtype) -> PageContent:
     """Pages `[..., page_words]` as factors. `dtype` is the model's, which `raw` formats are stored in."""
     groups = words[..., layout.header_words :].unflatten(-1, (layout.groups, layout.group_words))
-    key_words, value_words, metadata_words = groups.split(
-        (layout.key_words, layout.value_words, layout.metadata_words), -1
-    )
+    key_words, value_words, metadata_words = groups.split((layout.key_words, layout.value_words, layout.metadata_words), -1)
     key_codes = unpack_codes(key_words, layout.key_bits, RunOrder.KEYS)
     value_codes = unpack_codes(value_words, layout.value_bits, RunOrder.VALUES)
     key_codes, value_codes = key_codes.flatten(-3, -2), value_codes.flatten(-3, -2)
@@ -199,9 +197,7 @@ def _center(key: Tensor, stored: Tensor, counted: Tensor) -> tuple[Tensor, Tenso
     return (key - mean.float()).masked_fill(~stored, 0), mean.squeeze(-2)
 
 
-def _lloyd_max(
-    vector: Tensor, bits: int, dim: int, layout: PageLayout, is_key: bool
-) -> tuple[Tensor, list[Tensor], Tensor]:
+def _lloyd_max(vector: Tensor, bits: int, dim: int, layout: PageLayout, is_key: bool) -> tuple[Tensor, list[Tensor], Tensor]:
     """Rotate, scale to unit variance a coordinate, take the nearest level; `PageLayout.scale` says what goes with them."""
     vector = vector.float()
     norm = torch.linalg.vector_norm(vector, dim=-1)

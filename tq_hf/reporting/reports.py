@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..layout import NON_FINITE_KEY, NON_FINITE_VALUE, SATURATED
 from .display import html_table, mib
 from .memory import storage_bytes
 
@@ -100,6 +102,32 @@ def kind_of(layer: Any) -> str:
     return f"{kind} + state" if hasattr(layer, "state") else kind
 
 
+def not_stored(layer: Any) -> list[str]:
+    """What an initialized `TurboQuantLayer` was given that a page cannot hold, by kind and KV heads. Reads the device.
+
+    Packed tokens have left their flags; exact ones, which are kept as they came, are looked at.
+    """
+    length, packed_end, _ = layer.counters.tolist()
+    starts, sinks = layer.on_device.row_start.long().unsqueeze(1), layer.sink_key.shape[2]
+    first = starts + torch.arange(sinks, device=layer.device)  # [B, S], positions
+    newest = torch.arange(min(packed_end, length), length, device=layer.device)
+    held = ((first < length, "sink", slice(None)), (newest >= starts + sinks, "ring", newest % layer.ring_key.shape[2]))
+
+    def heads_with_non_finite(side: str) -> Tensor:
+        bad = torch.zeros_like(layer.flags, dtype=torch.bool)
+        for is_token, where, slots in held:
+            finite = getattr(layer, f"{where}_{side}")[:, :, slots].isfinite().all(-1)  # [B, H, T]
+            bad |= (is_token.unsqueeze(1) & ~finite).any(2).any(0)
+        return bad
+
+    kinds = (
+        ((layer.flags & NON_FINITE_KEY != 0) | heads_with_non_finite("key"), "a non-finite key"),
+        ((layer.flags & NON_FINITE_VALUE != 0) | heads_with_non_finite("value"), "a non-finite value"),
+        (layer.flags & SATURATED != 0, "a number beyond its stored format"),
+    )
+    return [f"KV heads {heads.nonzero().flatten().tolist()}: {what}" for heads, what in kinds if heads.any()]
+
+
 def packed_report(index: int, layer: Any) -> LayerReport:
     """A `TurboQuantLayer`, its new tokens stored. Reads the device's counters."""
     kind = kind_of(layer)
@@ -118,6 +146,4 @@ def stock_report(index: int, layer: Any) -> LayerReport:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     held = [t for t in (keys, values) if isinstance(t, Tensor) and t.ndim == 4]
     tokens = held[0].shape[0] * held[0].shape[2] if held else 0
-    return LayerReport(
-        index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held)
-    )
+    return LayerReport(index, type(layer).__name__, 0, tokens, storage_bytes(vars(layer)), sum(2 * t.numel() for t in held))

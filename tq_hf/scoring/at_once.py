@@ -73,9 +73,7 @@ class AtOnceCache(TurboQuantCache):
     hybrid_layer_class = AtOnceHybridLayer
     sliding_layer_class = AtOnceSlidingLayer
 
-    def __init__(
-        self, config: PretrainedConfig, preset: str | TurboQuantConfig = DEFAULT_PRESET, **overrides: Any
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, preset: str | TurboQuantConfig = DEFAULT_PRESET, **overrides: Any) -> None:
         super().__init__(config, preset, **overrides)
         for table in self.sliding_tables.values():
             table.shares_keys = True  # what the first new query sees is read after the last new token is stored

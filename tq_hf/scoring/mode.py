@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from ..cache import TurboQuantCache
 from ..config import TurboQuantConfig
+from ..generation.chunks import text_chunks
 from .at_once import AtOnceCache
-from .chunks import text_chunks
 from .page_by_page import PageByPageCache, pages_at_once
 
 # Tokens of a text that are fed at once: all of the usual windows of 2,048 and 4,096, as lm-eval's own models do. Longer

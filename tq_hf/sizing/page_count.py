@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..layers.sliding import SlidingTable
+from ..pages.device import entry_room
 from ..pages.pool import grown, is_wasteful
-from ..pages.table import BlockTable, entry_room
+from ..pages.table import BlockTable
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,7 @@ def _shapes(layer: Any) -> LayerShapes:
     states = [*tensors_of(held.pop("conv_states", None)), *tensors_of(held.pop("recurrent_states", None))]
     per_token = [t for t in tensors_of(held) if t.device.type == "meta" and t.ndim > 0]
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    found = LayerShapes(
-        state_bytes=sum(t.nbytes for t in states), index_bytes=sum(t.nbytes for t in per_token) // PROBE
-    )
+    found = LayerShapes(state_bytes=sum(t.nbytes for t in states), index_bytes=sum(t.nbytes for t in per_token) // PROBE)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.ndim != 4:
         return found
     return replace(found, kv_heads=keys.shape[1], key_dim=keys.shape[3], value_dim=values.shape[3])

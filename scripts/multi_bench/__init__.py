@@ -1,0 +1,1 @@
+"""The parts of `scripts/bench_multi_gpu.py`: decoding on one GPU, over two by a device map, and by tensor parallelism."""

@@ -1,0 +1,316 @@
+"""Edits of a whole cache: block tables once, then each layer. All that may fail is done before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from typing_extensions import Self
+
+from .compat import reset_layer
+from .layers.forward_pass import ForwardPass
+from .layers.full import TurboQuantLayer
+from .layers.hybrid import HybridLayer
+from .layers.sliding import SlidingTable
+from .layers.stock import contents, forget_states, move_stock, require_window
+from .layout import PageLayout
+from .pages.table import BlockTable
+
+
+class CacheEdits(DynamicCache):
+    """The part of `TurboQuantCache` that edits what is there, and what it is made of.
+
+    Attributes:
+        layers: packed ones, and transformers' own.
+        table: the block table of the layers with full attention.
+        sliding_tables: those of layers with a window, by its size.
+        forward_pass: which layers have the newest tokens.
+    """
+
+    layers: list[Any]
+    table: BlockTable
+    sliding_tables: dict[int, SlidingTable]
+    forward_pass: ForwardPass
+
+    @property
+    def packed_layers(self) -> list[TurboQuantLayer]:
+        """The layers whose tokens live in pages."""
+        return [layer for layer in self.layers if isinstance(layer, TurboQuantLayer)]
+
+    @property
+    def _stock_layers(self) -> list[Any]:
+        """The layers, and the parts of hybrid ones, that keep transformers' own classes."""
+        layers = [layer.state if isinstance(layer, HybridLayer) else layer for layer in self.layers]
+        return [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        """The block tables: of the layers with full attention, and one for each window."""
+        return [self.table, *self.sliding_tables.values()]
+
+    def _settled_layers(self) -> list[TurboQuantLayer]:
+        """The packed layers that hold something, with nothing left to commit.
+
+        Raises:
+            RuntimeError: layers hold different tokens (`forward_pass.py`).
+        """
+        self.forward_pass.require_over(self)
+        self.forward_pass.require_even(self)
+        layers = [layer for layer in self.packed_layers if layer.is_initialized]
+        for layer in layers:
+            layer.flush()
+        return layers
+
+    def _settled_by_table(self) -> dict[BlockTable, list[TurboQuantLayer]]:
+        """The same by the block table that they share."""
+        settled: dict[BlockTable, list[TurboQuantLayer]] = {}
+        for layer in self._settled_layers():
+            settled.setdefault(layer.table, []).append(layer)
+        return settled
+
+    def reset(self) -> None:
+        """Forget all tokens. The batch size may change afterwards, except in the static mode."""
+        for table in self.tables:
+            if table.is_static:
+                table.restart()
+            else:
+                table.clear()
+        for layer in self.packed_layers:
+            layer.forget()
+        for layer in self._stock_layers:
+            reset_layer(layer)
+            if self.packed_layers and not self.table.is_static:
+                forget_states(layer)
+        self.forward_pass = ForwardPass()
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
+
+        Args:
+            tokens_to_remove: minus the number of tokens to remove, from the layers that hold most where a forward pass has
+                ended early. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
+                is no more in their window.
+
+        Raises:
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or fewer
+                than only some of the layers hold. Nothing is changed then.
+            RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
+                (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
+                crop into its pages. Nothing is changed then.
+        """
+        tokens_to_remove = operator.index(tokens_to_remove)  # assisted decoding passes a tensor on some releases
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
+            )
+        if not self.forward_pass.is_over(self):
+            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
+            if not tokens_to_remove:
+                return
+        settled = self._settled_by_table()
+        if settled:
+            length = max(int(layers[0].get_seq_length()) for layers in settled.values())
+            if -tokens_to_remove > length:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): the cache holds {length} tokens. Remove at most these, or call reset()."
+                )
+        for sliding in self.sliding_tables.values():
+            sliding.require_croppable(-tokens_to_remove)
+        tables = settled.items() if tokens_to_remove < 0 else ()
+        with self._alone():
+            crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
+            with self.forward_pass.edit("crop()", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    layer.crop(tokens_to_remove)
+                    require_window(layer)
+                change.begin()
+                for crop in crops:
+                    crop()
+            for table in settled:
+                table.pages.compact()
+        for sliding in self.sliding_tables.values():
+            sliding.finish_crop()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
+        self._select_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times; the copies share the packed pages."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
+        rows = torch.arange(self._rows or 0).repeat_interleave(repeats)
+        self._select_rows(rows, lambda layer: _edit_rows(layer, "batch_repeat_interleave", repeats, rows))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices` (int64 indices or a bool mask)."""
+        self._select_rows(indices, lambda layer: _edit_rows(layer, "batch_select_indices", indices, indices))
+
+    @property
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first token."""
+        return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
+
+    def _select_rows(self, indices: Tensor, edit_stock: Callable[[Any], None]) -> None:
+        """Make row i a copy of row `indices[i]`; `edit_stock` does so for one of transformers' layers."""
+        rows = self._rows
+        if rows is None:
+            self.forward_pass.require_over(self)
+            with self.forward_pass.edit("an edit of rows", ()) as change:  # copies of all layers would take as much again
+                change.begin()
+                for layer in self._stock_layers:
+                    edit_stock(layer)
+            return
+        chosen = self._chosen(indices, rows)
+        layers = self._settled_by_table()
+        index = torch.tensor(chosen, device="cpu")
+        states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
+        with self._alone():
+            edits = {table: table.selected(chosen) for table in layers if not table.is_static}
+            with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
+                for layer in self._stock_layers:
+                    edit_stock(layer)
+                change.begin()
+                for table, settled in layers.items():
+                    if table.is_static:
+                        table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
+                    else:
+                        table.take(edits[table])
+                for layer, state in states:
+                    layer.take(state)
+            for table in edits:
+                table.pages.compact()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep forks in other threads from all pages: one that renumbers them would make a prepared edit wrong."""
+        with ExitStack() as locks:
+            for table in self.tables:
+                locks.enter_context(table.alone())
+            yield
+
+    def _chosen(self, indices: Tensor, rows: int) -> list[int]:
+        """The rows that `indices` name of so many.
+
+        Raises:
+            ValueError: none, or one that there is not.
+            NotImplementedError: another number of rows, of a static cache.
+        """
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool and len(indices) == rows:
+            indices = indices.nonzero().flatten()
+        chosen = [i + rows if type(i) is int and i < 0 else i for i in indices.tolist()]
+        if not chosen or not all(type(i) is int and 0 <= i < rows for i in chosen):
+            raise ValueError(f"row indices {indices.tolist()} do not fit a cache of {rows} rows: nothing was changed.")
+        if self.table.is_static and len(chosen) != rows:
+            raise NotImplementedError(
+                f"a static TurboQuantCache of {rows} rows cannot become one of {len(chosen)}: use a cache without"
+                " max_cache_len to repeat or select rows."
+            )
+        return chosen
+
+    def fork(self, n: int) -> list[Self]:
+        """`n` caches that go on from here, each on its own: one prefix, many continuations.
+
+        They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
+        transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
+        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
+        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
+        the turns of a tree).
+
+        Raises:
+            ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
+                one continuation, so that nothing could be shared.
+        """
+        if type(n) is not int or n < 1:
+            raise ValueError(f"fork({n!r}) is not possible: expected the number of caches, at least 1.")
+        if self.table.is_static:
+            raise ValueError(
+                "a static cache has pages for one continuation only: use copy.deepcopy(cache), or make the cache without"
+                " max_cache_len."
+            )
+        if not self._settled_layers() and not any(contents(layer)[1] for layer in self._stock_layers):
+            raise ValueError("this cache is empty, there is nothing to fork: fill it first, or make new ones.")
+        return [self._fork() for _ in range(n)]
+
+    def _fork(self) -> Self:
+        twin = copy.copy(self)
+        twin.forward_pass = copy.deepcopy(self.forward_pass)
+        twin.table = self.table.fork()
+        twin.sliding_tables = {w: table.fork_beside(twin.table) for w, table in self.sliding_tables.items()}
+        tables = dict(zip(self.tables, twin.tables, strict=True))
+        twin.layers = [
+            layer.fork(tables[layer.table]) if isinstance(layer, TurboQuantLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return twin
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool | None = None) -> Self:
+        """Move everything to one device. What forks share is copied: they stay where they are.
+
+        Args:
+            device: where to.
+            non_blocking: leave it out. A call with it does nothing: it comes from accelerate, whose hooks send each module
+                of a model that is spread over devices all arguments that have a `to`, but a layer's cache stays where
+                that layer's inputs are.
+
+        Returns:
+            This cache.
+
+        Raises:
+            ValueError: a static cache whose layout has no kernels for that device.
+        """
+        if non_blocking is not None:
+            return self
+        target = torch.empty(0, device=device).device  # with an index, as tensors have it
+        layers = self._settled_layers()
+        for layer in layers:
+            layer.require_kernels(PageLayout.from_name(layer.layout_name), target)
+        moves = layers if any(layer.device != target for layer in layers) else []
+        states = [layer.on(target) for layer in moves]
+        with self._alone(), self.forward_pass.edit("to()", self._stock_layers) as change:
+            tables = [table.moved(target) for table in self.tables] if moves else []
+            for layer in self._stock_layers:
+                move_stock(layer, target)
+            change.begin()
+            for use in tables:
+                use()
+            for layer, state in zip(moves, states, strict=True):
+                layer.move(target, state)
+        return self
+
+
+def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:
+    """Repeat or select rows of transformers' layer. Recurrent states can only be reordered there, which takes any rows."""
+    if hasattr(layer, method):
+        getattr(layer, method)(argument)
+    elif len(rows):
+        layer.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
+
+
+def _prepare_crop(table: BlockTable, layers: list[TurboQuantLayer], tokens: int) -> Callable[[], None]:
+    """What removes the newest tokens of the layers of one table, without a tensor of its own."""
+    before, packed_end, had_used = layers[0].counters.tolist()
+    used, length = had_used, before - tokens
+    cut = None
+    if length < packed_end:
+        cut = table.prepare_crop(length, used)
+        packed_end, used = cut.end, len(cut.kept)
+    no_page_left = used == 0 and (had_used > 0 or length == 0)
+    counters = torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu")
+
+    def crop() -> None:
+        if cut is not None:
+            table.make_crop(cut)
+        table.trim(length)
+        for layer in layers:
+            layer.cut(counters, no_page_left)
+
+    return crop
