@@ -34,9 +34,7 @@ def create_inline_asm(
     name = next(name for name in INSTRUCTIONS if name in asm)
     shape = np.broadcast_shapes((1,), *(x.shape for x in arguments))
     if name in WITHIN_A_LANE:
-        results = [
-            x.reshape(shape) for x in INSTRUCTIONS[name](*(np.broadcast_to(x, shape).reshape(-1) for x in arguments))
-        ]
+        results = [x.reshape(shape) for x in INSTRUCTIONS[name](*(np.broadcast_to(x, shape).reshape(-1) for x in arguments))]
     else:  # of a block [32, N], a lane has N registers
         shape = np.broadcast_shapes((32,), shape) if len(shape) == 1 else shape
         assert shape[0] == 32, shape

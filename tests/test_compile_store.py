@@ -19,12 +19,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: int,
-    preset: str,
-    dims: tuple[int, int],
-    dtype: torch.dtype,
-    max_due: int,
+    monkeypatch: pytest.MonkeyPatch, architecture: int, preset: str, dims: tuple[int, int], dtype: torch.dtype, max_due: int
 ) -> dict[str, Launch]:
     """Kernel, options, arguments and constants of each launch of one `commit`, by the kernel's name.
 

@@ -223,9 +223,7 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq4", 32, 128, length=45, options=narrow(codebook="beta")),
         Case("tq4", 32, length=77, group=7, queries=5, options=narrow()),
         Case("tq4", 64, length=200, group=4, options=narrow(64)),  # two groups a tile
-        Case(
-            "tq4", 64, length=175, group=4, rows=2, row_start=(0, 70), options=narrow()
-        ),  # two pages a tile, an odd number
+        Case("tq4", 64, length=175, group=4, rows=2, row_start=(0, 70), options=narrow()),  # two pages a tile, an odd number
         Case("tq3", 32, length=200, group=8, options=narrow(64)),
         Case("tq2", 32, length=330, group=2, options=narrow(128)),
         Case("tq4", 64, length=150, group=7, queries=2, options=narrow(64)),  # two blocks of columns
@@ -241,9 +239,7 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq4", 32, length=77, options=narrow(value_format="raw", value_bits=16)),
         Case("raw", 32, length=77, options=narrow(), dtype=torch.float32, queries=3, group=2),
         Case("tq4", 32, length=77, options=narrow(), dtype=torch.float32, queries=2, group=2),
-        Case(
-            "tq2", 32, length=700, options=narrow(recent_window=600)
-        ),  # more exact tokens than the decode kernel takes
+        Case("tq2", 32, length=700, options=narrow(recent_window=600)),  # more exact tokens than the decode kernel takes
         Case("4bit_nc", 96, 80, length=70, group=4, options=narrow(recent_window=0)),
         # More than 128 dimensions are taken in larger blocks.
         Case("tq4", 256, length=77, group=3, rows=2, row_start=(0, 20), options=narrow()),

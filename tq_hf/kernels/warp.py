@@ -197,9 +197,7 @@ def largest_exponent(scale):
 def rotate_lanes(values, g):
     """Rotates a vector of a power of two of coordinates: lane 4g + t holds number g * len(values) + i as value i."""
     DIMS: tl.constexpr = len(values)
-    for bit in tl.static_range(
-        5
-    ):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
+    for bit in tl.static_range(5):  # Sylvester's matrix is a product of matrices for each bit of the coordinate's number
         if 1 << bit < DIMS:
             new = []
             for i in tl.static_range(DIMS):
