@@ -84,7 +84,7 @@ def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architect
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
     assert early == (["prepare", "decode", "combine"] if architecture >= 90 else [])
     assert found["decode"][3]["TAIL"]
-    for name, least in (("prepare", 20), ("decode", 80), ("combine", 0)):
+    for name, least in (("prepare", 16), ("decode", 80), ("combine", 0)):
         compiled = compile_launch(found[name], architecture)
         assert name == "decode" or resources(compiled, tmp_path)[1] == 0, name
         assert lanes_hold_elements(compiled.asm["ttgir"]) >= least, name

@@ -280,11 +280,11 @@ def level_pairs(run, table, BITS: tl.constexpr):
 
 
 @triton.jit
-def byte_pairs(word):
-    """Four unsigned 8-bit codes to fp16."""
+def byte_pairs(word, POWERS: tl.constexpr = 0x64006400):
+    """Four unsigned 8-bit codes to fp16, times 2**-10 of the power of two that both halves of POWERS are."""
     return [
-        subtract_halves((word & 0x00FF00FF) | 0x64006400, 0x64006400),
-        subtract_halves(((word >> 8) & 0x00FF00FF) | 0x64006400, 0x64006400),
+        subtract_halves((word & 0x00FF00FF) | POWERS, POWERS),
+        subtract_halves(((word >> 8) & 0x00FF00FF) | POWERS, POWERS),
     ]
 
 
