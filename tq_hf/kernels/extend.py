@@ -25,8 +25,8 @@ from .lanes import lane_word_offset, load_factors
 from .packed import NOTHING, UNWEIGHT, WEIGHT
 from .query import LOG2_E
 
-# Lloyd-Max levels are below 2.8, and the range of a vector's numbers may end a little beyond the largest of them: a fourth is
-# a number of fp16, whatever the scale is.
+# Lloyd-Max levels are below 2.8, and the largest level of a range may be rounded up: a fourth is a number of fp16 whatever the
+# scale of a model's fp16 vectors is.
 FOURTH = tl.constexpr(0.25)
 MEANS = tl.constexpr(64)  # pages whose mean keys a program rotates
 SAMPLE = tl.constexpr(16)  # pages whose mean keys the centre is the mean of
@@ -144,7 +144,7 @@ def load_runs(p_codes, live, first: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl
 
 @triton.jit
 def run_values(runs, table, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """A fourth of levels or bytes, or fp8 numbers (times 2**-8), of runs as fp16: [TILE, CHUNKS, 8 (g), 4 (t), 4 (r), 8 (i)]."""
+    """A fourth of levels or bytes, or fp8 numbers times 2**-8, as fp16: [TILE, CHUNKS, 8 (g), 4 (t), 4 (r), 8 (i)]."""
     TILE: tl.constexpr = runs.shape[0]
     CHUNKS: tl.constexpr = runs.shape[1]
     if BITS <= 4:
