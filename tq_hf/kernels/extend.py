@@ -25,8 +25,8 @@ from .lanes import lane_word_offset, load_factors
 from .packed import NOTHING, UNWEIGHT, WEIGHT
 from .query import LOG2_E
 
-# Lloyd-Max levels are below 2.8, and the largest level of a range may be rounded up: a fourth is a number of fp16 whatever the
-# scale of a model's fp16 vectors is.
+# Lloyd-Max levels are below 2.8, and the largest level of a range may be rounded up: a fourth is a number of fp16, whatever
+# the scale of a fp16 model's vectors is.
 FOURTH = tl.constexpr(0.25)
 MEANS = tl.constexpr(64)  # pages whose mean keys a program rotates
 SAMPLE = tl.constexpr(16)  # pages whose mean keys the centre is the mean of
