@@ -140,9 +140,7 @@ def decode(
     DIMS: tl.constexpr = L.value_padded // 8  # a lane's dimensions, of which it has sums, and
     TOKENS: tl.constexpr = 4 * TILE  # its tokens of a tile
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1  # of a tile
-    SCALED: tl.constexpr = softcap is not None or (
-        L.centered and PAGES > 1
-    )  # scores before anything common to the tile
+    SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     i_h, heads = tl.program_id(0), tl.num_programs(0)
     slot, slots = tl.program_id(1), tl.num_programs(1) - tail_programs
     p_stats = section(p_work, stats_at, tl.float32)

@@ -51,9 +51,7 @@ def code_bytes(run, table, BITS: tl.constexpr):
     codes = run & (0x33333333 if BITS == 2 else 0x77777777)
     first = permute_bytes(table[0], table[1], codes)
     second = permute_bytes(table[0], table[1], high_half(codes, table[2]))
-    if (
-        BITS == 4
-    ):  # The sign bits stand at the tops of the bytes, those of the second half four bits lower; -1 - m is ~m.
+    if BITS == 4:  # The sign bits stand at the tops of the bytes, those of the second half four bits lower; -1 - m is ~m.
         lower = run << 4
         first ^= permute_bytes(run, run, 0xBA98)
         second ^= permute_bytes(lower, lower, 0xBA98)
@@ -271,9 +269,7 @@ def attend_wide(
     OWN: tl.constexpr = COLUMNS // 8  # columns that a lane has scores of, and blocks of columns that it has sums of
     DIMS: tl.constexpr = L.value_padded // 8
     PAGES: tl.constexpr = 2 if TILE > L.groups else 1
-    SCALED: tl.constexpr = softcap is not None or (
-        L.centered and PAGES > 1
-    )  # scores before anything common to the tile
+    SCALED: tl.constexpr = softcap is not None or (L.centered and PAGES > 1)  # scores before anything common to the tile
     MINIMA: tl.constexpr = L.value_format == "min_max"
     BIASED: tl.constexpr = L.value_bits != 4
     SUMS: tl.constexpr = 1 + BIASED + MINIMA
