@@ -104,8 +104,8 @@ def own_word(p):
 @triton.jit
 def load_table(p_table):
     """Four words of `dequant.level_tables`, for a fourth of the levels: two less in each exponent."""
-    high = [own_word(p_table + 64) - 0x08080808, own_word(p_table + 96) - 0x08080808]
-    return [own_word(p_table), own_word(p_table + 32)] + high
+    table = [own_word(p_table), own_word(p_table + 32), own_word(p_table + 64), own_word(p_table + 96)]
+    return table[:2] + [table[2] - 0x08080808, table[3] - 0x08080808]
 
 
 @triton.jit
