@@ -70,7 +70,7 @@ def value_offsets(offset, b: tl.constexpr, PADDED: tl.constexpr, SCALE: tl.const
     # Whole blocks of 16 bytes, if there are as many in an eighth.
     WORDS: tl.constexpr = 4 if PADDED % 64 == 0 else 2
     SIZE: tl.constexpr = WORDS * SCALE
-    return block_offsets(offset, SIZE, b, PADDED // 16 // WORDS, min(SIZE, 4), SIZE)
+    return block_offsets(offset, SIZE, b, PADDED // 16 // WORDS, SIZE if SIZE < 4 else 4, SIZE)
 
 
 @triton.jit
