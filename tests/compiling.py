@@ -19,6 +19,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
+# Of a linear layout.
+LANES_ARE_ROWS = re.compile(r"lane = \[" + ", ".join(rf"\[{1 << bit}(, 0)*\]" for bit in range(5)) + r"\]")
 Launch = tuple[Any, dict[str, Any], tuple[Any, ...], dict[str, Any]]  # kernel, options, arguments, constants
 
 
@@ -63,7 +65,8 @@ def resources(kernel: Any, folder: Path) -> tuple[int, int]:
 
 
 def lanes_hold_elements(ttgir: str) -> int:
-    """Checks that lane i holds element i of what goes between lanes, and counts these instructions.
+    """Checks that lane i holds element i (row i of a block [32, N]) of what goes between lanes, and counts instructions that
+    do this.
 
     Triton may lay out what comes of a reduction differently: instructions between lanes would then mix up elements.
     """
@@ -72,8 +75,16 @@ def lanes_hold_elements(ttgir: str) -> int:
     for line in ttgir.splitlines():
         if re.search(r'inline_asm "(mma|shfl|movmatrix)', line):
             count += 1
-            for layout in re.findall(r"tensor<32x\w+, (?:#ttg\.slice<\{dim = 1, parent = )?(#\w+)", line):
+            for layout in re.findall(r"tensor<32x(?:\d+x)?\w+, (?:#ttg\.slice<\{dim = [12], parent = )*(#\w+)", line):
                 form = layouts.get(layout, layout)
-                one_each = re.search(r"sizePerThread = \[1(, \d+)?\], threadsPerWarp = \[32(, 1)?\]", form)
-                assert one_each, (line, form)
+                one_each = re.search(r"sizePerThread = \[1(, \d+)*\], threadsPerWarp = \[32(, 1)*\]", form)
+                assert one_each or LANES_ARE_ROWS.search(form), (line, form)
     return count
+
+
+def compiler_steps(ttir: str) -> int:
+    """What Triton's pass that coalesces accesses has to do: for each load and store of a block it looks at every operation,
+    and from there again at every operation. It takes most of the time of large kernels, about 10 ns a step."""
+    operations = re.findall(r"^ .* loc\(#loc\d*\)$", ttir, re.M)
+    accesses = [line for line in operations if re.search(r"tt\.(load|store|atomic_rmw) .*x!tt\.ptr", line)]
+    return int(len(accesses) * len(operations) ** 2)

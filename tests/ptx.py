@@ -32,10 +32,15 @@ def create_inline_asm(
 ) -> Any:
     arguments = [np.asarray(value.data) for value in values]
     name = next(name for name in INSTRUCTIONS if name in asm)
-    # Instructions that move nothing between lanes take any block: a lane then has several registers.
-    shape = np.broadcast_shapes((1,), *(x.shape for x in arguments)) if name in WITHIN_A_LANE else (32,)
-    registers = [np.broadcast_to(x if name in WITHIN_A_LANE else x.reshape(-1), shape).reshape(-1) for x in arguments]
-    results = [x.reshape(shape) for x in INSTRUCTIONS[name](*registers)]
+    shape = np.broadcast_shapes((1,), *(x.shape for x in arguments))
+    if name in WITHIN_A_LANE:
+        results = [x.reshape(shape) for x in INSTRUCTIONS[name](*(np.broadcast_to(x, shape).reshape(-1) for x in arguments))]
+    else:  # of a block [32, N], a lane has N registers
+        shape = np.broadcast_shapes((32,), shape) if len(shape) == 1 else shape
+        assert shape[0] == 32, shape
+        registers = [np.broadcast_to(x, shape).reshape(32, -1).T for x in arguments]
+        each = [INSTRUCTIONS[name](*(x[n] for x in registers)) for n in range(registers[0].shape[0])]
+        results = [np.stack(x, -1).reshape(shape) for x in zip(*each, strict=True)]
     scalars = [getattr(kind, "scalar", kind) for kind in types]
     return _Results([interpreter.TensorHandle(x, kind) for x, kind in zip(results, scalars, strict=True)])
 

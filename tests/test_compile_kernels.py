@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compiling import Launch, compile_launch, lanes_hold_elements, resources
+from tests.compiling import Launch, compile_launch, compiler_steps, lanes_hold_elements, resources
 from tq_hf.config import TurboQuantConfig
 
 triton = pytest.importorskip("triton")
@@ -86,7 +86,7 @@ def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architect
     early = [name for name, (_, options, _, _) in found.items() if options.get("launch_pdl")]
     assert early == (["prepare", "decode", "combine"] if architecture >= 90 else [])
     assert found["decode"][3]["TAIL"]
-    for name, least in (("prepare", 60), ("decode", 80), ("combine", 0)):
+    for name, least in (("prepare", 16), ("decode", 80), ("combine", 0)):
         compiled = compile_launch(found[name], architecture)
         assert name == "decode" or resources(compiled, tmp_path)[1] == 0, name
         assert lanes_hold_elements(compiled.asm["ttgir"]) >= least, name
@@ -215,7 +215,31 @@ def test_extend_fits_the_gpu(
     for name in {"rotate_means", "extend"} & found.keys():
         compiled = compile_launch(found[name], architecture)
         assert compiled.metadata.shared <= SHARED_MEMORY[architecture] - 1024, name
-        most = 256 if name == "extend" and dim > 128 else 16
+        most = 256 if name == "extend" and dim > 128 else 24  # 24 in the first of Hopper's cases by Triton 3.9
         assert resources(compiled, tmp_path)[1] <= most, name
         if name == "extend":
             assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "preset", "dim", "columns", "queries", "most"),
+    [
+        ("prepare", "tq4", 128, 4, 1, 17e6),
+        ("prepare", "tq4", 256, 4, 1, 36e6),
+        ("decode", "tq4", 128, 4, 1, 430e6),
+        ("decode", "tq4", 256, 4, 1, 260e6),
+        ("decode", "tq4", 256, 8, 1, 340e6),
+        ("combine", "tq4", 256, 4, 64, 1.9e6),
+        ("rotate_means", "tq4", 256, 4, 64, 0.8e6),
+        ("attend_exact", "tq4", 256, 4, 64, 0.6e6),
+        ("extend", "tq4", 128, 4, 64, 5.3e6),
+        ("extend", "tq4", 256, 4, 64, 9e6),
+    ],
+)
+def test_kernels_compile_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, preset: str, dim: int, columns: int, queries: int, most: float
+) -> None:
+    """1.5 times what they take now: code that doubles takes eight times as long."""
+    found = launches(monkeypatch, 90, preset, dim, columns, 2, 100, queries)
+    steps = compiler_steps(compile_launch(found[kernel], 90).asm["ttir"])
+    assert steps <= most

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from tests.test_generate import generate
 from tests.tiny_models import prompt, tiny_model
@@ -149,3 +149,29 @@ def test_memory_of_a_long_prompt_is_what_the_report_says() -> None:
     torch.cuda.synchronize()
     grown = torch.cuda.memory_allocated() - before
     assert cache.nbytes <= grown <= cache.nbytes * 1.05 + 2**21
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_neither_a_prompt_nor_decoding_holds_the_history_unpacked(attention: str) -> None:
+    model = tiny_model(num_hidden_layers=8, max_position_embeddings=32768).to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention)
+    ids = prompt(2, 16384).cuda()
+
+    def peak_beside(cache: Any, tokens: Tensor) -> int:
+        """Bytes that were needed for a moment, beyond what is there afterwards."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            model.model(tokens, past_key_values=cache)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
+    for _ in range(2):  # matrix libraries and kernels take their workspace at the first call
+        exact, packed = DynamicCache(), TurboQuantCache(model.config)
+        of_exact, of_packed = peak_beside(exact, ids), peak_beside(packed, ids)
+    layer = exact.layers[0].keys.nbytes + exact.layers[0].values.nbytes
+    assert of_packed <= of_exact + 1.5 * layer  # of the layer at work: its keys and values, and half as much while it packs
+
+    steps = max(peak_beside(packed, ids[:, :1]) for _ in range(70))  # a page falls due among them, and pools grow
+    assert packed.report().packed_tokens > 8 * 16000
+    assert steps < layer / 2

@@ -241,6 +241,11 @@ def test_interpreted_presets(preset: str) -> None:
         Case("tq4", 32, length=77, options=narrow(), dtype=torch.float32, queries=2, group=2),
         Case("tq2", 32, length=700, options=narrow(recent_window=600)),  # more exact tokens than the decode kernel takes
         Case("4bit_nc", 96, 80, length=70, group=4, options=narrow(recent_window=0)),
+        # More than 128 dimensions are taken in larger blocks.
+        Case("tq4", 256, length=77, group=3, rows=2, row_start=(0, 20), options=narrow()),
+        Case("tq3", 150, 224, length=77, group=8, options=narrow()),
+        Case("k8v4", 256, 150, length=77, group=2, options=narrow()),
+        Case("4bit_nc", 224, 256, length=77, group=6, options=narrow()),
     ],
     ids=str,
 )

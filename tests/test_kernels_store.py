@@ -101,6 +101,9 @@ INTERPRETER_CASES = [preset(name, 64, BF16, page_size=64 if name == "tq4" else 3
     preset("tq3", 80, BF16, 40, page_size=32, recent_window=7),
     preset("raw", 32, FP32),
     own("fp8", 8, "min_max", 8, (64, 80), FP32, page_size=128, sink_tokens=3),
+    # More than 128 dimensions are taken in larger blocks.
+    preset("tq4", 256, FP32, 64, page_size=32, recent_window=7),
+    preset("tq3", 150, BF16, 224, page_size=32, recent_window=7),
 ]
 # Every format, width and dtype, every kind of dimension, all page sizes; each case compiles its own kernels.
 GPU_CASES = [

@@ -15,6 +15,7 @@ from tests.robustness.counts import count
 from tests.robustness.rows import same_bits
 from tests.test_kernels_attend import STATE, Case, make, make_mask
 from tests.test_kernels_store import EITHER, FP16, State, commit_chunks, fresh_state, preset, random_tokens
+from tq_hf import reference
 from tq_hf.kernels import attend, commit, gather
 
 POISON = float("nan")
@@ -119,6 +120,52 @@ def test_a_bad_token_changes_no_other_row_in_the_kernels(name: str, device: str)
         difference = (dirty.pool[clean.page_ids[1, :used].long(), 0] != clean.pool[clean.page_ids[1, :used].long(), 0]).sum()
         assert 0 < difference <= 64 + 2
     count("bad tokens")
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize(
+    ("name", "bits", "queries"),
+    [("tq4", 4, 1), ("tq2", 2, 3), ("tq4", 4, 20), ("4bit_nc", 4, 1), ("4bit_nc", 4, 20), ("k8v4", 8, 20)],
+)
+def test_values_at_the_limit_of_fp16_stay_finite(name: str, bits: int, queries: int, device: str) -> None:
+    """What a page holds of them lies beyond it."""
+    limit = torch.finfo(FP16).max
+    case = preset(name, 32, FP16, page_size=32, recent_window=5, sink_tokens=2, value_bits=bits)
+    generator = torch.Generator().manual_seed(0)
+    state = fresh_state(case, 70 + queries, [0, 0], generator).to(device)
+    key, value = random_tokens(case, 70 + queries, generator)
+    query = torch.randn(2, 4, queries, 32, generator=generator).to(device, FP16)
+    value.copy_(limit * value[0, 0, 0].sign())
+    key, value = key.to(device), value.to(device)
+    commit_chunks(commit, state, case, key[:, :, :70], value[:, :, :70], (45, 1, 24), None)
+    new, rest = (key[:, :, 70:], value[:, :, 70:]), (None, None, case.layout.name, 0.177, 0.0, True, state.page_ids.shape[1])
+    wide = reference.attend(query.float(), *(t.float() for t in new), *state.read, *rest)
+    assert wide.isfinite().all() and (wide.abs() > limit).any()
+    output = attend(query, *new, *state.read, *rest)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output.float(), wide.clamp(-limit, limit), rtol=0, atol=4e-3 * limit)
+    count("outputs at the limit of fp16", output.numel())
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize(("name", "queries"), [("tq4", 1), ("4bit_nc", 20)])
+def test_values_that_are_not_finite_come_out_as_they_are(name: str, queries: int, device: str) -> None:
+    bad = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=FP16)
+    case = preset(name, 32, FP16, page_size=32, recent_window=5, sink_tokens=2)
+    generator = torch.Generator().manual_seed(0)
+    state = fresh_state(case, 70 + queries, [0, 0], generator).to(device)
+    key, value = random_tokens(case, 70 + queries, generator)
+    query = torch.randn(2, 4, queries, 32, generator=generator).to(device, FP16)
+    value[:, :, 69, :3] = bad  # in the ring, where all queries see it
+    key, value = key.to(device), value.to(device)
+    commit_chunks(commit, state, case, key[:, :, :70], value[:, :, :70], (45, 1, 24), None)
+    rest = (None, None, case.layout.name, 0.177, 0.0, True, state.page_ids.shape[1])
+    arguments = (query, key[:, :, 70:], value[:, :, 70:], *state.read, *rest)
+    output = attend(*arguments)
+    assert output[..., 3:].isfinite().all()
+    torch.testing.assert_close(output[..., :3].cpu(), bad.expand(2, queries, 4, 3), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(output.isnan(), reference.attend(*arguments).isnan())
+    count("outputs that are not finite", 3 * output.numel() // 32)
 
 
 @pytest.mark.parametrize("device", EITHER)

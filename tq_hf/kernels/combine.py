@@ -15,6 +15,8 @@ from .query import LOG2_E
 from .splits import row_splits, slots_of
 from .workspace import section
 
+FP16_MAX = tl.constexpr(65504.0)
+
 
 @triton.jit
 def start_merge(ROWS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
@@ -71,6 +73,16 @@ def rotate_back(x, signs):
     if ROWS < 16:
         y = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, y, 0.0), 0)[None, :]
     return y
+
+
+@triton.jit
+def within_fp16(x):
+    """fp32 x as fp16 shall hold it: what a page holds of values close to fp16's limit may lie beyond it, and stays finite.
+
+    What is not finite comes of values that are not, and passes: comparisons with NaN are false.
+    """
+    is_beyond = (tl.abs(x) > FP16_MAX) & (tl.abs(x) < float("inf"))
+    return tl.where(is_beyond, tl.where(x < 0, -FP16_MAX, FP16_MAX), x)
 
 
 @triton.jit(
@@ -141,5 +153,7 @@ def combine(
         denominator = denominator * decay + tl.exp2(aux - highest)
         out *= decay[:, None]
     out /= tl.where(denominator > 0, denominator, 1.0)[:, None]
+    if p_out.dtype.element_ty == tl.float16:
+        out = within_fp16(out)
     p_row = p_out + i_b.to(tl.int64) * stride_ob + (column // group).to(tl.int64) * stride_oq + head * DIM
     tl.store(p_row[:, None] + d[None, :], out.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])

@@ -46,7 +46,7 @@ from .products import (
     weight_operand,
 )
 from .query import LOG2_E, QUERY_STEPS
-from .rows import store_run
+from .rows import store_sums, sums_of_lane
 from .splits import row_splits, slot_of
 from .tail import attend_tail
 from .tiles import (
@@ -61,7 +61,7 @@ from .tiles import (
     tile_groups,
     token_halves,
 )
-from .warp import largest_exponent, power_of_two, rotate_lanes
+from .warp import largest_exponent, power_of_two
 from .wide import attend_wide
 from .workspace import section
 
@@ -189,8 +189,8 @@ def decode(
     pages = load_pages(p_pages, first, entries, steps > 0, L.group_bits, TILE)
     next_pages = load_pages(p_pages, first + n_s, entries, steps > 1, L.group_bits, TILE)
     p_groups = tile_groups(pages, [p_head] * TILE, p_head, heads, first, L, TILE)
-    keys = load_codes(p_groups, 0, L.key_words)
-    values = load_codes(p_groups, KEYS, L.value_words)
+    keys = load_codes(p_groups, 0, L.key_words, L.large)
+    values = load_codes(p_groups, KEYS, L.value_words, L.large)
     fields = load_fields(p_groups, pages, CODES, L.fields, COLUMNS)
     # A copy a lane: constants in uniform registers or in the code would be moved for each use.
     zero = tl.zeros([32], tl.int32)
@@ -223,15 +223,15 @@ def decode(
     for step in tl.range(0, steps, num_stages=1):
         tile = first + (step + 1) * n_s  # the next one, which is loaded meanwhile
         p_groups = tile_groups(next_pages, p_groups, p_head, heads, tile, L, TILE)
-        next_keys = load_codes(p_groups, 0, L.key_words)
-        next_values = load_codes(p_groups, KEYS, L.value_words)
+        next_keys = load_codes(p_groups, 0, L.key_words, L.large)
+        next_values = load_codes(p_groups, KEYS, L.value_words, L.large)
 
         scores = []
         scale = []
         scale_words = []
         minimum = []
         for u in tl.static_range(TILE):
-            words = lane_words(part(keys, u, TILE), L.key_words)
+            words = lane_words(part(keys, u, TILE), L.key_words, L.large)
             own = part(fields, u, TILE)
             if L.key_format == "lloyd_max":
                 products = int8_scores(words, key_table, query, bias, zero, L)
@@ -294,9 +294,8 @@ def decode(
         offset = over_column(scaled, False, COLUMNS) * (factor * 0.5 * value_step)
         factor *= value_step
     vector = [tl.fma(y, factor, offset) for y in sums]
-    if ROTATE_BACK:
-        vector = rotate_lanes(vector, g)
-    store_run(p_work + ((result + column) * L.value_padded + g * DIMS), vector, column < columns, tl.float32)
+    vector = sums_of_lane(vector, g, ROTATE_BACK, L.large)
+    store_sums(p_work + ((result + column) * L.value_padded + g * DIMS), vector, column < columns, L.large)
 
 
 @lru_cache(maxsize=None)

@@ -21,6 +21,8 @@ from torch import Tensor
 from ..layout import LANES, PageLayout
 from ..quantizer.codebooks import levels
 
+# Dimensions up to which vectors are lists of small blocks: tuned as they are, and compiled in a few seconds.
+SMALL_DIMS = 128
 # Inline assembly does not run in Triton's interpreter.
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on"))
 
@@ -51,6 +53,8 @@ class PageSpec(NamedTuple):
     """Metadata fields of a token."""
     same_table: bool
     """Whether keys and values share their table of levels."""
+    large: bool
+    """Whether kernels shall take vectors in few large blocks, not in lists of small ones (`pieces.py`)."""
 
 
 @lru_cache(maxsize=None)
@@ -77,6 +81,7 @@ def page_spec(layout: PageLayout) -> PageSpec:
         layout.group_words,
         len(layout.metadata),
         keys == values,
+        max(layout.key_dim_padded, layout.value_dim_padded) > SMALL_DIMS,
     )
 
 
@@ -275,11 +280,11 @@ def level_pairs(run, table, BITS: tl.constexpr):
 
 
 @triton.jit
-def byte_pairs(word):
-    """Four unsigned 8-bit codes to fp16."""
+def byte_pairs(word, POWERS: tl.constexpr = 0x64006400):
+    """Four unsigned 8-bit codes to fp16, times 2**-10 of the power of two that both halves of POWERS are."""
     return [
-        subtract_halves((word & 0x00FF00FF) | 0x64006400, 0x64006400),
-        subtract_halves(((word >> 8) & 0x00FF00FF) | 0x64006400, 0x64006400),
+        subtract_halves((word & 0x00FF00FF) | POWERS, POWERS),
+        subtract_halves(((word >> 8) & 0x00FF00FF) | POWERS, POWERS),
     ]
 
 

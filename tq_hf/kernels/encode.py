@@ -27,7 +27,9 @@ from ..quantizer.codebooks import boundaries, levels
 from ..quantizer.rotation import hadamard_signs
 from .dequant import split_last4
 from .lanes import lane_word_offset, metadata_offset
+from .pieces import split_pieces
 from .tiles import lane_words, load_lane_words
+from .token_pieces import over_pieces
 from .warp import (
     multiply_add_halves,
     multiply_fp16,
@@ -122,24 +124,6 @@ def sum_of_four(x):
 
 
 @triton.jit
-def piece_dims(m: tl.constexpr):
-    """The dimensions of a lane's piece m, [32, 8]."""
-    return (32 * m + tl.arange(0, 32) % 4 * 8)[:, None] + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def load_pieces(first, p_first, p_second, real, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
-    """The pieces [32, 8] of one token a lane, in the first tensor where `first`, else in the second; zeros unless `real`."""
-    pieces = []
-    for m in tl.static_range(PIECES):
-        d = piece_dims(m)
-        p = tl.where(first[:, None], p_first[:, None] + d, p_second[:, None] + d)
-        mask = real[:, None] if DIM % 32 == 0 else real[:, None] & (d < DIM)
-        pieces = pieces + [tl.load(p, mask=mask, other=0.0, eviction_policy=eviction)]
-    return pieces
-
-
-@triton.jit
 def token_bits(tokens):
     """A block [32] of conditions as the bits of a number."""
     return tl.sum(tokens.to(tl.int32) << tl.arange(0, 32), 0)
@@ -155,85 +139,71 @@ def lane_tokens(bits):
 
 
 @triton.jit
-def add_tokens(total, vectors, share: tl.constexpr):
-    """`total`, a block [32, 8] a piece, and with it the pieces of a lane's four tokens times a share."""
-    PIECES: tl.constexpr = len(total)
-    sums = []
-    for m in tl.static_range(PIECES):
-        x = total[m]
-        for r in tl.static_range(4):
-            x += vectors[r * PIECES + m].to(tl.float32) * share
-        sums = sums + [x]
-    return sums
-
-
-@triton.jit
-def not_finite(total):
-    """Whether any number of a list of blocks [32, 8] is not finite."""
-    zeros = tl.zeros([32, 8], tl.float32)
-    for m in tl.static_range(len(total)):
-        zeros += total[m] * 0.0  # infinities and NaN times zero are NaN
-    return tl.max(tl.max((zeros != 0.0).to(tl.int32), 1), 0) != 0
-
-
-@triton.jit
-def over_tokens(x):
-    """The sum [32, 8] over the lanes that share t, in each of them."""
-    return tl.sum(x.reshape(8, 4, 8), 0)[None, :, :].broadcast_to(8, 4, 8).reshape(32, 8)
+def piece_words(x, factor):
+    """A block of pieces times a lane's factor as words of the left operand: for each piece four [32], or one [32, 4], i the
+    columns."""
+    if len(x.shape) == 3:
+        low, high = tl.split((x * factor[:, None, None]).reshape(32, x.shape[1], 2, 4).permute(0, 1, 3, 2))
+        return split_pieces(pack_halves(low, high))
+    else:
+        low, high = tl.split((x * factor[:, None]).reshape(32, 2, 4).permute(0, 2, 1))
+        return split_last4(pack_halves(low, high))
 
 
 @triton.jit
 def operand_words(vectors, real, mean, factors):
-    """Vectors less the mean, times the factors (pieces, or None), as left operands, and their norms.
+    """Vectors less the mean, times the factors (blocks of pieces, or None), as left operands, and their norms.
 
     Vectors that are not real get the norm zero, with which they decode to zeros whatever their codes are.
 
     Args:
-        vectors: four times the pieces of a token.
+        vectors: four times the blocks of a token's pieces.
         real: four [32], the tokens that were loaded.
 
     Returns:
-        words: for each token r, piece and i; of vectors scaled so that coordinates are `UNIT` on average.
+        words: for each token r, piece and i (`piece_words`); of vectors scaled so that coordinates are `UNIT` on average.
         norms: four [32].
         Whether any of the norms is not finite.
     """
-    PIECES: tl.constexpr = len(vectors) // 4
+    BLOCKS: tl.constexpr = len(vectors) // 4
     words = []
     norms = []
     overflow = tl.zeros([32], tl.int32)
     for r in tl.static_range(4):
         squares = tl.zeros([32, 8], tl.float32)
-        pieces = []
-        for m in tl.static_range(PIECES):
-            x = vectors[r * PIECES + m].to(tl.float32)
+        blocks = []
+        for b in tl.static_range(BLOCKS):
+            x = vectors[r * BLOCKS + b].to(tl.float32)
             if mean is not None:
-                x -= mean[m]
+                x -= mean[b]
             if factors is not None:
-                x *= factors[m]
-            squares += x * x
-            pieces = pieces + [x]
+                x *= factors[b]
+            squares += over_pieces(x * x)
+            blocks = blocks + [x]
         norm = tl.sqrt(sum_of_four(tl.sum(squares, 1)))
         inverse = UNIT / tl.maximum(norm, 1e-30)
-        for m in tl.static_range(PIECES):
-            low, high = tl.split((pieces[m] * inverse[:, None]).reshape(32, 2, 4).permute(0, 2, 1))
-            words = words + split_last4(pack_halves(low, high))
+        for b in tl.static_range(BLOCKS):
+            words = words + piece_words(blocks[b], inverse)
         overflow |= (~(norm <= LARGEST)).to(tl.int32)
         norms = norms + [tl.where(real[r], norm, 0.0)]
     return words, norms, tl.max(overflow, 0) != 0
 
 
 @triton.jit
-def rotate_tops(first, second, fragments, i: tl.constexpr):
-    """A chunk of the product with the top for dimensions i of two tokens: b = 0, 1 of the first, then of the second."""
-    PIECES: tl.constexpr = len(first) // 4
-    zero = tl.zeros([32], tl.int32)
-    nothing = tl.zeros([32], tl.float32)
+def rotate_tops(first, second, fragments, i: tl.constexpr, STEP: tl.constexpr):
+    """A chunk of the product with the top for dimensions i of two tokens: b = 0, 1 of the first, then of the second.
+
+    Args:
+        STEP: how many words a piece has, of which number i is taken.
+    """
+    PIECES: tl.constexpr = len(first) // STEP
+    zero = tl.zeros(first[0].shape, tl.int32)
+    nothing = tl.zeros(first[0].shape, tl.float32)
     total = [nothing, nothing, nothing, nothing]
     for s in tl.static_range(len(fragments) // 2):
+        a = [first[2 * s * STEP + i], second[2 * s * STEP + i], zero, zero]
         if 2 * s + 1 < PIECES:
-            a = [first[8 * s + i], second[8 * s + i], first[8 * s + 4 + i], second[8 * s + 4 + i]]
-        else:
-            a = [first[8 * s + i], second[8 * s + i], zero, zero]
+            a = a[:2] + [first[(2 * s + 1) * STEP + i], second[(2 * s + 1) * STEP + i]]
         total = multiply_fp16(a, fragments[2 * s : 2 * s + 2], total)
     return total
 
@@ -250,17 +220,25 @@ def chunk_words(y, KEYS: tl.constexpr):
 @triton.jit
 def rotate_chunk(first, second, fragments, KEYS: tl.constexpr):
     """A chunk of two rotated tokens from their words: four words each (`chunk_words`)."""
-    z0 = rotate_tops(first, second, fragments, 0)
-    z1 = rotate_tops(first, second, fragments, 1)
-    z2 = rotate_tops(first, second, fragments, 2)
-    z3 = rotate_tops(first, second, fragments, 3)
     y = []
-    for j in tl.static_range(4):
-        sum01 = z0[j] + z1[j]
-        sum23 = z2[j] + z3[j]
-        difference01 = z0[j] - z1[j]
-        difference23 = z2[j] - z3[j]
-        y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
+    if len(first[0].shape) == 2:  # words of all i
+        z = rotate_tops(first, second, fragments, 0, 1)
+        for j in tl.static_range(4):
+            even, odd = tl.split(z[j].reshape(32, 2, 2))  # i = 0, 2 and i = 1, 3
+            sum01, sum23 = tl.split(even + odd)
+            difference01, difference23 = tl.split(even - odd)
+            y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
+    else:
+        z0 = rotate_tops(first, second, fragments, 0, 4)
+        z1 = rotate_tops(first, second, fragments, 1, 4)
+        z2 = rotate_tops(first, second, fragments, 2, 4)
+        z3 = rotate_tops(first, second, fragments, 3, 4)
+        for j in tl.static_range(4):
+            sum01 = z0[j] + z1[j]
+            sum23 = z2[j] + z3[j]
+            difference01 = z0[j] - z1[j]
+            difference23 = z2[j] - z3[j]
+            y = y + [sum01 + sum23, difference01 + difference23, sum01 - sum23, difference01 - difference23]
     return chunk_words(y[:8], KEYS), chunk_words(y[8:], KEYS)
 
 
@@ -429,7 +407,8 @@ def store_scale(sums, norm, p_scale, PADDED: tl.constexpr, KEYS: tl.constexpr, F
 
 @triton.jit
 def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.constexpr, BITS: tl.constexpr,
-           FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr):  # fmt: skip
+           FIELD: tl.constexpr, FIELDS: tl.constexpr, KEYS: tl.constexpr, FITTED: tl.constexpr,
+           LARGE: tl.constexpr):  # fmt: skip
     """Rotates, quantizes and stores a group of vectors, as `operand_words` gives them.
 
     Returns:
@@ -437,7 +416,7 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     """
     CHUNKS: tl.constexpr = PADDED // 32
     WORDS: tl.constexpr = (CHUNKS + 1) // 2 * 2
-    OWN: tl.constexpr = 4 * CHUNKS
+    OWN: tl.constexpr = CHUNKS if LARGE else 4 * CHUNKS
     CELLS: tl.constexpr = 9 if BITS == 4 else 2 ** (BITS - 1) + 1  # `magnitude_cells`
     cells = []
     for i in tl.static_range(CELLS):
@@ -445,7 +424,9 @@ def encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED: tl.c
     nothing = tl.zeros([32], tl.float32)
     sums = [nothing] * 16
     for c in range(CHUNKS):
-        fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS), WORDS)
+        fragments = lane_words(load_lane_words(p_fragments + 32 * WORDS * c, WORDS, False), WORDS, False)
+        if LARGE:
+            fragments = [x[:, None].broadcast_to(32, 4) for x in fragments]
         x0, x1 = rotate_chunk(words[:OWN], words[OWN : 2 * OWN], fragments, KEYS)
         x2, x3 = rotate_chunk(words[2 * OWN : 3 * OWN], words[3 * OWN :], fragments, KEYS)
         codes0, sums0 = quantize_chunk(x0, cells, sums[:4], BITS, KEYS)

@@ -25,7 +25,8 @@ from .lanes import lane_word_offset, load_factors
 from .packed import NOTHING, UNWEIGHT, WEIGHT
 from .query import LOG2_E
 
-# Lloyd-Max levels are below 2.8: a fourth of a vector is a number of fp16 whatever its scale is.
+# Lloyd-Max levels are below 2.8, and the largest level of a range may be rounded up: a fourth is a number of fp16, whatever
+# the scale of a fp16 model's vectors is.
 FOURTH = tl.constexpr(0.25)
 MEANS = tl.constexpr(64)  # pages whose mean keys a program rotates
 SAMPLE = tl.constexpr(16)  # pages whose mean keys the centre is the mean of
@@ -101,12 +102,10 @@ def own_word(p):
 
 
 @triton.jit
-def load_table(p_table, FORMAT: tl.constexpr):
-    """Four words of `dequant.level_tables`; a fourth of the levels if they are Lloyd-Max."""
+def load_table(p_table):
+    """Four words of `dequant.level_tables`, for a fourth of the levels: two less in each exponent."""
     table = [own_word(p_table), own_word(p_table + 32), own_word(p_table + 64), own_word(p_table + 96)]
-    if FORMAT == "lloyd_max":  # two less in each exponent
-        table = table[:2] + [table[2] - 0x08080808, table[3] - 0x08080808]
-    return table
+    return table[:2] + [table[2] - 0x08080808, table[3] - 0x08080808]
 
 
 @triton.jit
@@ -145,14 +144,14 @@ def load_runs(p_codes, live, first: tl.constexpr, CHUNKS: tl.constexpr, BITS: tl
 
 @triton.jit
 def run_values(runs, table, FORMAT: tl.constexpr, BITS: tl.constexpr):
-    """Levels, bytes or fp8 numbers (times 2**-8) of runs as fp16: [TILE, CHUNKS, 8 (g), 4 (t), 4 (r), 8 (i)]."""
+    """A fourth of levels or bytes, or fp8 numbers times 2**-8, as fp16: [TILE, CHUNKS, 8 (g), 4 (t), 4 (r), 8 (i)]."""
     TILE: tl.constexpr = runs.shape[0]
     CHUNKS: tl.constexpr = runs.shape[1]
     if BITS <= 4:
         p = level_pairs(runs, table, BITS)
         pairs = tl.join(tl.join(p[0], p[2]), tl.join(p[1], p[3]))
     else:
-        p = fp8_pairs(runs) if FORMAT == "fp8" else byte_pairs(runs)
+        p = fp8_pairs(runs) if FORMAT == "fp8" else byte_pairs(runs, 0x5C005C00)
         pairs = tl.join(p[0], p[1])
     return halves(pairs).reshape(TILE, CHUNKS, 8, 4, 4, 8)
 
@@ -242,7 +241,7 @@ def load_keys(p_codes, p_metadata, p_mean, live, table, i: tl.constexpr, L: tl.c
 
 @triton.jit
 def load_values(p_codes, p_metadata, live, table, i: tl.constexpr, L: tl.constexpr):
-    """Piece i of the values: fp16 [dimensions, TILE * 32 tokens], a fourth of the values if they are rotated."""
+    """Piece i of a fourth of the values: fp16 [dimensions, TILE * 32 tokens]."""
     FORMAT: tl.constexpr = L.value_format
     FIRST: tl.constexpr = piece_start(i, L.value_padded // 32)
     CHUNKS: tl.constexpr = piece_size(i, L.value_padded // 32)
@@ -252,10 +251,10 @@ def load_values(p_codes, p_metadata, live, table, i: tl.constexpr, L: tl.constex
     x = value_order(run_values(runs, table, FORMAT, BITS))
     scale = load_field(p_metadata, live, 1 if L.key_format == "lloyd_max" else 0, L.fields)
     if FORMAT == "min_max":
-        lowest = load_field(p_metadata, live, L.fields - 1, L.fields)
+        lowest = load_field(p_metadata, live, L.fields - 1, L.fields).to(tl.float32)
         if BITS <= 4:  # levels count from the middle of a value's range
-            lowest = (lowest.to(tl.float32) + scale.to(tl.float32) * ((2**BITS - 1) / 2)).to(tl.float16)
-        x = multiply_add(x, scale[None, :, :], lowest[None, :, :])
+            lowest += scale.to(tl.float32) * ((2**BITS - 1) / 2)
+        x = multiply_add(x, scale[None, :, :], (lowest * FOURTH).to(tl.float16)[None, :, :])
     else:
         x = multiply(x, scale[None, :, :])
     return x.reshape(32 * CHUNKS, TILE * 32)
@@ -366,7 +365,6 @@ def extend(
     CHUNKS: tl.constexpr = L.key_padded // 32
     VALUE_CHUNKS: tl.constexpr = L.value_padded // 32
     KEY_FORMAT: tl.constexpr = L.key_format
-    VALUE_FORMAT: tl.constexpr = L.value_format
     i_bh, i_s, n_s = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i_b, i_h = i_bh // heads, i_bh % heads
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -390,8 +388,8 @@ def extend(
         p_rows = p_plain + i_b.to(tl.int64) * stride_qb + (i_h * group + column % group).to(tl.int64) * stride_qh
         p_rows += (column // group).to(tl.int64) * stride_qt
         common = centre_scores(p_rows, p_centre + i_bh.to(tl.int64) * L.key_dim, inside, L.key_dim) * (scaling * LOG2_E)
-    key_table = load_table(p_tables, KEY_FORMAT)
-    value_table = key_table if L.same_table else load_table(p_tables + 128, VALUE_FORMAT)
+    key_table = load_table(p_tables)
+    value_table = key_table if L.same_table else load_table(p_tables + 128)
     row_start = tl.load(p_row_start + i_b)
     first_position = row_start + sinks
     entries = tl.load(p_counters + 2)
@@ -494,6 +492,6 @@ def extend(
     tl.store(p_stats + 2 * result, maximum if softcap is not None else maximum * factor + common, mask=inside)
     tl.store(p_stats + 2 * result + 1, total * UNWEIGHT, mask=inside)
     for i in tl.static_range(pieces(VALUE_CHUNKS)):
-        x = acc[i] * (UNWEIGHT if VALUE_FORMAT == "min_max" else UNWEIGHT / FOURTH)
+        x = acc[i] * (UNWEIGHT / FOURTH)
         d = value_dims(piece_start(i, VALUE_CHUNKS), piece_size(i, VALUE_CHUNKS), L.value_padded)
         tl.store(p_output + result[:, None] * L.value_padded + d[None, :], x, mask=inside[:, None])

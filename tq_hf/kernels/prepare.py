@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .lanes import load_factors
+from .pieces import as_pieces, lanes_first, of_lane, of_piece, pair_words
 from .query import LOG2_E, column_rows, encode, power_of_two_above
-from .rows import load_run, rest_of_fp16, round_to_pairs, row_products, store_run, sum_of_squares
+from .rows import load_blocks, load_pair_words, run_dims, sum_of_squares, word_products
 from .workspace import section
 
 
@@ -32,45 +34,41 @@ def prepare_query(p_rows, p_factors, p_signs, p_rotated, p_plain, p_factor, part
         part: which 32 coordinates to write.
         inside: [32], whether the column exists.
     """
-    RUN: tl.constexpr = PADDED // 4
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
-    every = g >= 0
     DTYPE: tl.constexpr = p_rotated.dtype.element_ty
-    own_dims = 32 * part + 8 * t
+    own_dims = (32 * part + 8 * t)[:, None] + tl.arange(0, 8)[None, :]
     # No store comes before the last load, which could not pass it.
-    query = [x.to(tl.float32) for x in load_run(p_rows, t * RUN, every, RUN, DIM, PADDED)]
+    query = load_blocks(p_rows, DIM, PADDED)
     if p_plain is not None or p_signs is None:
-        own = [x.to(tl.float32) for x in load_run(p_rows, own_dims, every, 8, DIM, PADDED)]
+        own = tl.load(p_rows[:, None] + own_dims, mask=own_dims < DIM, other=0.0).to(tl.float32)
     squares = sum_of_squares(query)
     if p_factors is not None:
-        factors = load_run(p_factors + 0 * lane, t * RUN, every, RUN, DIM, PADDED)
         balanced = []
-        for i in tl.static_range(RUN):
-            balanced = balanced + [query[i] / tl.where(factors[i] == 0, 1.0, factors[i])]
+        for b in tl.static_range(len(query)):
+            balanced = balanced + [query[b] / as_pieces(load_factors(p_factors, run_dims(b, PADDED, 4), DIM))]
         squares = tl.maximum(squares, sum_of_squares(balanced))
         query = balanced
     above, inverse = power_of_two_above(tl.sqrt(squares))
     factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
     if p_signs is None:
-        rotated = [encode(x * inverse, DTYPE) for x in own]
+        rotated = own * inverse[:, None]
     else:
-        query = [x * inverse for x in query]
-        high = round_to_pairs(query, tl.float16)  # with the rest, 22 bits of the query; products with signs are exact
-        rest = round_to_pairs(rest_of_fp16(query), tl.float16)
-        first = []
-        second = []
-        for i in tl.static_range(4):
-            p_sign_rows = p_signs + (32 * part + 4 * g + i) * PADDED
-            signs = load_run(p_sign_rows, t * RUN, every, RUN, PADDED, PADDED)
-            y = row_products(rest, signs, [tl.zeros([32], tl.float32)] * 4, tl.float16)
-            y = row_products(high, signs, y, tl.float16)
-            first = first + [encode(y[0] * PADDED**-0.5, DTYPE)]
-            second = second + [encode(y[1] * PADDED**-0.5, DTYPE)]
-        rotated = first + second
-    store_run(p_rotated + own_dims, rotated, inside, DTYPE)
+        rest = []
+        for b in tl.static_range(len(query)):
+            x = query[b] * inverse[:, None, None]
+            query = query[:b] + [x] + query[b + 1 :]
+            rest = rest + [x - x.to(tl.float16).to(tl.float32)]
+        i = tl.arange(0, 4)[None, :]
+        p_sign_rows = p_signs + ((32 * part + 4 * g)[:, None] + i) * PADDED
+        signs = load_pair_words(p_sign_rows, (g >= 0)[:, None] & (i >= 0), PADDED, PADDED)
+        # With the rest, 22 bits of the query; products with signs are exact.
+        y = word_products(pair_words(rest, tl.float16), signs, [tl.zeros([32, 4], tl.float32)] * 4, tl.float16)
+        y = word_products(pair_words(query, tl.float16), signs, y, tl.float16)
+        rotated = tl.join(y[0], y[1]).permute(0, 2, 1).reshape(32, 8) * PADDED**-0.5
+    tl.store(p_rotated[:, None] + own_dims, encode(rotated, DTYPE), mask=inside[:, None])
     if p_plain is not None:
-        store_run(p_plain + own_dims, [x * inverse for x in own], inside, tl.float16)
+        tl.store(p_plain[:, None] + own_dims, (own * inverse[:, None]).to(tl.float16), mask=inside[:, None])
     tl.store(p_factor, factor * 256 if FP8 else factor, mask=inside & (t == 0) & (part == 0))
 
 
@@ -83,31 +81,26 @@ def score_means(p_rows, p_pool, p_page_ids, p_means, column, columns, heads, i_h
         p_rows, column: [32], the query and the number of column g, for lane 4g + t.
         p_means: fp32 [capacity, columns].
     """
-    RUN: tl.constexpr = PADDED // 4
     lane = tl.arange(0, 32)
     g, t = lane // 4, lane % 4
-    pages = []
-    for i in tl.static_range(ENTRIES // 8):
-        entry = first + 8 * i + g
-        page = tl.load(p_page_ids + entry, mask=entry < capacity, other=-1)
-        pages = pages + [tl.where(entry < entries, page, -1)]
-    query = [x.to(tl.float32) for x in load_run(p_rows, t * RUN, g >= 0, RUN, DIM, PADDED)]
-    means = []
-    for i in tl.static_range(ENTRIES // 8):
-        p_page = p_pool + (pages[i].to(tl.int64) * heads + i_h) * PAGE_WORDS
-        p_mean = p_page.to(tl.pointer_type(tl.float16))
-        means = means + [load_run(p_mean, t * RUN, pages[i] >= 0, RUN, DIM, PADDED)]
+    block = of_piece(8 * tl.arange(0, ENTRIES // 8))  # of 8 entries
+    entry = first + (block + of_lane(g))
+    page = tl.load(p_page_ids + entry, mask=entry < tl.minimum(entries, capacity), other=-1)
+    page = lanes_first(page).reshape(32, ENTRIES // 8)
+    query = load_blocks(p_rows, DIM, PADDED)
+    p_mean = (p_pool + (page.to(tl.int64) * heads + i_h) * PAGE_WORDS).to(tl.pointer_type(tl.float16))
+    means = load_pair_words(p_mean, page >= 0, DIM, PADDED)
     above, inverse = power_of_two_above(tl.sqrt(sum_of_squares(query)))
     factor = above * (scaling * LOG2_E if softcap is None else scaling / softcap)
-    operand = round_to_pairs([x * inverse for x in query], tl.float16)
-    scores = []
-    for i in tl.static_range(ENTRIES // 8):
-        scores = scores + [row_products(operand, means[i], [tl.zeros([32], tl.float32)] * 4, tl.float16)]
-    for i in tl.static_range(ENTRIES // 8):
-        for e in tl.static_range(2):
-            entry = first + (8 * i + e) + 2 * t
-            mask = (entry < entries) & (column < columns)
-            tl.store(p_means + (entry * columns + column), scores[i][e] * factor, mask=mask)
+    scaled = []
+    for b in tl.static_range(len(query)):
+        scaled = scaled + [query[b] * inverse[:, None, None]]
+    nothing = tl.zeros([32, ENTRIES // 8], tl.float32)
+    y = word_products(pair_words(scaled, tl.float16), means, [nothing] * 4, tl.float16)
+    scores = tl.join(y[0], y[1]) * factor[:, None, None]  # of entries 2t and 2t + 1 of a block
+    entry = first + (block + of_lane(2 * t)) + tl.arange(0, 2)[None, None, :]
+    mask = (entry < entries) & of_lane(column < columns)
+    tl.store(p_means + (entry * columns + of_lane(column)), lanes_first(scores), mask=mask)
 
 
 @triton.jit

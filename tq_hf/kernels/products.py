@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, fp8_pairs, split_last4
+from .pieces import block_count, block_offsets, lanes_first
 from .tiles import chunk_int8, lane_words, part
 from .warp import lane_of, lane_xor, multiply_fp16, multiply_int8, multiply_int8_by_bytes, permute_bytes, transpose
 
@@ -63,9 +64,16 @@ def load_operand(p_query, columns, L: tl.constexpr, COLUMNS: tl.constexpr):
     for x in tl.static_range(OWN):
         column = tl.minimum(g // 2 if COLUMNS == 4 else 8 * x + g, columns - 1)
         p = column * (L.key_padded // 2) + lane % 4 * (L.key_padded // 8)
-        p = p_query + (p[:, None] + tl.arange(0, 4)[None, :])
-        for c in tl.static_range(L.key_padded // 32):
-            loaded = loaded + split_last4(tl.load(p + 4 * c))
+        if L.large:
+            blocks = []
+            for b in tl.static_range(block_count(L.key_padded // 32)):
+                at = block_offsets(p, 4, b, L.key_padded // 32, 4, 4)
+                blocks = blocks + [lanes_first(tl.load(p_query + at))]
+            loaded = loaded + lane_words(blocks, L.key_padded // 8, True)
+        else:
+            p = p_query + (p[:, None] + tl.arange(0, 4)[None, :])
+            for c in tl.static_range(L.key_padded // 32):
+                loaded = loaded + split_last4(tl.load(p + 4 * c))
     words = []
     for c in tl.static_range(L.key_padded // 32):
         a = part(loaded, 0, OWN)[4 * c : 4 * c + 4]
@@ -179,7 +187,7 @@ def add_int8_values(sums, decay, values, table, weights, magic, L: tl.constexpr,
     """sums * decay + the tile's values times integer weights, of 4 columns: sum i is that of dimension g * D/8 + i."""
     words = []
     for u in tl.static_range(TILE):
-        words = words + lane_words(part(values, u, TILE), L.value_words)
+        words = words + lane_words(part(values, u, TILE), L.value_words, L.large)
     new = []
     for c in tl.static_range(L.value_padded // 32):
         levels = []

@@ -12,7 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, round_to_pair
+from .dequant import join_all
+from .pieces import (
+    LANES_SECOND,
+    as_pieces,
+    block_count,
+    block_offsets,
+    block_size,
+    lanes_first,
+    load_width,
+    of_lane,
+    of_piece,
+    split_pieces,
+)
+from .warp import join_halves, lane_xor, multiply_bf16, multiply_fp16, rotate_block, rotate_lanes, round_to_pair
 
 
 @triton.jit
@@ -66,6 +79,36 @@ def store_run(p_rows, values, mask, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def sums_of_lane(values, g, ROTATE: tl.constexpr, LARGE: tl.constexpr):
+    """A lane's list of up to 32 numbers, or what `rotate_lanes` makes of it, for `store_sums`: as it is, or if LARGE as
+    blocks (`pieces.py`)."""
+    if LARGE:
+        blocks = []
+        for bit in tl.static_range(4):
+            if len(values) & (32 >> bit):
+                x = join_all(values[len(values) >> (6 - bit) << (6 - bit) :][: 32 >> bit]).reshape(32, 32 >> bit)
+                if ROTATE:
+                    x = rotate_block(x, g)
+                blocks = blocks + [x]
+        return blocks
+    else:
+        return rotate_lanes(values, g) if ROTATE else values
+
+
+@triton.jit
+def store_sums(p_rows, sums, mask, LARGE: tl.constexpr):
+    """Store what `sums_of_lane` returns from a lane's pointer on, fp32."""
+    if LARGE:
+        p = of_lane(p_rows)
+        for b in tl.static_range(len(sums)):
+            n = 4 * of_piece(tl.arange(0, sums[b].shape[1] // 4)) + tl.arange(0, 4)[None, None, :]
+            tl.store(p + n, lanes_first(sums[b].reshape(32, sums[b].shape[1] // 4, 4)), mask=of_lane(mask))
+            p += sums[b].shape[1]
+    else:
+        store_run(p_rows, sums, mask, tl.float32)
+
+
+@triton.jit
 def add_lanes_of_four(x):
     """The sum over the four lanes of a g."""
     x += lane_xor(x, 1)
@@ -73,11 +116,11 @@ def add_lanes_of_four(x):
 
 
 @triton.jit
-def sum_of_squares(values):
-    """Of what the four lanes of a g hold."""
-    total = values[0] * values[0]
-    for i in tl.static_range(1, len(values)):
-        total = tl.fma(values[i], values[i], total)
+def sum_of_squares(blocks):
+    """Of what the four lanes of a g hold in blocks of pieces."""
+    total = tl.zeros([32], tl.float32)
+    for b in tl.static_range(len(blocks)):
+        total += tl.sum(tl.sum(blocks[b] * blocks[b], 2), 1)
     return add_lanes_of_four(total)
 
 
@@ -91,9 +134,50 @@ def round_to_pairs(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def rest_of_fp16(values):
-    """What rounding to fp16 loses."""
-    return [x - x.to(tl.float16).to(tl.float32) for x in values]
+def run_dims(b: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """The dimensions of block b of a lane's pieces."""
+    return block_offsets(tl.arange(0, 32) % 4 * (PADDED // 4), 8, b, PADDED // 32, WIDTH)
+
+
+@triton.jit
+def load_blocks(p_rows, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """What a lane takes of its row, in blocks of pieces (`pieces.py`), fp32; zeros beyond DIM.
+
+    Args:
+        p_rows: [32].
+    """
+    WIDTH: tl.constexpr = load_width(p_rows.dtype.element_ty)
+    blocks = []
+    for b in tl.static_range(block_count(PADDED // 32)):
+        d = run_dims(b, PADDED, WIDTH)
+        if DIM < PADDED:
+            x = tl.load(of_lane(p_rows) + d, mask=d < DIM, other=0.0)
+        else:
+            x = tl.load(of_lane(p_rows) + d)
+        blocks = blocks + [as_pieces(x).to(tl.float32)]
+    return blocks
+
+
+@triton.jit
+def load_pair_words(p_rows, live, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """What a lane takes of some rows of 16-bit numbers, as a list of words of two, [32, ROWS]; zeros beyond DIM and where a
+    row is not `live`.
+
+    Args:
+        p_rows, live: [32, ROWS].
+    """
+    ROWS: tl.constexpr = p_rows.shape[1]
+    p_words = p_rows.to(tl.pointer_type(tl.int32))
+    p_words = tl.trans(p_words)[:, None, :, None] if LANES_SECOND else p_words[:, :, None, None]
+    live = tl.trans(live)[:, None, :, None] if LANES_SECOND else live[:, :, None, None]
+    words = []
+    for b in tl.static_range(block_count(PADDED // 32)):
+        word = block_offsets(tl.arange(0, 32) % 4 * (PADDED // 8), 4, b, PADDED // 32, 4, 4)
+        word = word[None, :, :, :] if LANES_SECOND else word[:, None, :, :]
+        x = tl.load(p_words + word, mask=live & (word < DIM // 2) if DIM < PADDED else live, other=0)
+        x = x.permute(2, 1, 3, 0) if LANES_SECOND else x.permute(0, 2, 3, 1)  # [32, pieces, 4, ROWS]
+        words = words + split_pieces(x.reshape(32, 4 * block_size(b, PADDED // 32), ROWS))
+    return words
 
 
 @triton.jit
@@ -119,4 +203,19 @@ def row_products(columns, rows, sums, DTYPE: tl.constexpr):
         a = [columns[i // 2], columns[i // 2], columns[i // 2 + 1], columns[i // 2 + 1]]
         b = [join_halves(rows[i], rows[i + 1]), join_halves(rows[i + 2], rows[i + 3])]
         sums = multiply_halves(a, b, sums, DTYPE)
+    return sums
+
+
+@triton.jit
+def word_products(columns, rows, sums, DTYPE: tl.constexpr):
+    """`row_products` with several rows g.
+
+    Args:
+        columns: `pieces.pair_words` of column g, of DTYPE.
+        rows: `load_pair_words`.
+        sums: four fp32 [32, ROWS].
+    """
+    for i in tl.static_range(0, len(rows), 2):
+        a = [columns[i], columns[i], columns[i + 1], columns[i + 1]]
+        sums = multiply_halves(a, rows[i : i + 2], sums, DTYPE)
     return sums

@@ -18,20 +18,25 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..layout import PageLayout
 from .dequant import PageSpec, page_spec
 from .encode import (
-    add_tokens,
     encode,
     lane_tokens,
-    load_pieces,
     magnitude_cells,
-    not_finite,
     operand_words,
-    over_tokens,
-    piece_dims,
     rotation_fragments,
     token_bits,
 )
 from .lanes import chunk_dims, code_shift, lane_word_offset, load_factors, metadata_offset, row_pointers, sign_shift
 from .launch import launch
+from .pieces import as_pieces, lanes_first
+from .token_pieces import (
+    add_tokens,
+    load_pieces,
+    not_finite,
+    over_tokens,
+    piece_blocks,
+    piece_dims,
+    to_dims,
+)
 
 FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
@@ -49,7 +54,8 @@ def token_rows(start, token, length, p_new, stride, p_ring, slots, DIM: tl.const
 
 
 @triton.jit
-def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr):
+def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: tl.constexpr, PIECES: tl.constexpr,
+               LARGE: tl.constexpr):  # fmt: skip
     """The vectors at positions start to start + 31, as `encode.py` has them: those from `first` on that the mask keeps, if
     there is one, and that have a bit set; zeros for others. And which these are.
 
@@ -62,7 +68,7 @@ def load_group(start, first, source, p_keep, bits, eviction: tl.constexpr, DIM: 
         real = (start + token >= first) & ((bits >> token) & 1 != 0)
         if p_keep is not None:
             real = real & (tl.load(p_keep + start + token, mask=real, other=0) != 0)
-        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES)
+        vectors = vectors + load_pieces(*token_rows(start, token, *source, DIM), real, eviction, DIM, PIECES, LARGE)
         loaded = loaded + [real]
     return vectors, loaded
 
@@ -215,7 +221,9 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
     """The sum of a page's keys over the page size, in pieces, and the number of keys in it: those that the mask keeps, or
     all. Unless `only_finite`, a key that is not spoils the sum."""
     PIECES: tl.constexpr = L.key_padded // 32
-    total = [tl.zeros([32, 8], tl.float32)] * PIECES
+    total = []
+    for b in tl.static_range(piece_blocks(PIECES, L.large)):
+        total = total + [tl.zeros(as_pieces(piece_dims(b, PIECES, 8, L.large)).shape, tl.float32)]
     count = tl.zeros([32], tl.int32)
     token = tl.arange(0, 32)
     for i in range(L.groups):
@@ -224,14 +232,11 @@ def page_sum(start, first, source, p_keep, only_finite: tl.constexpr, L: tl.cons
         if only_finite:
             rows = token_rows(tile, token, *source, L.key_dim)
             bits = token_bits(survey(rows, tile + token >= first, L.key_dim, L.key_padded)[2])
-        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES)
+        keys, counted = load_group(tile, first, source, p_keep, bits, "evict_last", L.key_dim, PIECES, L.large)
         total = add_tokens(total, keys, 1.0 / (32 * L.groups))  # divided first: no sum of finite keys overflows
         for r in tl.static_range(4):
             count += counted[r].to(tl.int32)
-    sums = []
-    for m in tl.static_range(PIECES):
-        sums = sums + [over_tokens(total[m])]
-    return sums, tl.sum(count, 0) // 4
+    return over_tokens(total), tl.sum(count, 0) // 4
 
 
 @triton.jit
@@ -242,25 +247,28 @@ def page_mean(start, first, source, p_keep, L: tl.constexpr):
         total, count = page_sum(start, first, source, p_keep, True, L)
     share = 32 * L.groups / tl.maximum(count, 1)
     mean = []
-    for m in tl.static_range(L.key_padded // 32):
-        mean = mean + [saturate(total[m] * share).to(tl.float16).to(tl.float32)]
+    for b in tl.static_range(len(total)):
+        mean = mean + [saturate(total[b] * share).to(tl.float16).to(tl.float32)]
     return mean
 
 
 @triton.jit
 def store_mean(p_page, mean, L: tl.constexpr):
-    for m in tl.static_range(L.key_padded // 32):
-        d = piece_dims(m)
-        mask = (tl.arange(0, 32) < 4)[:, None] & (d < 2 * L.header_words)
-        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, mean[m].to(tl.float16), mask=mask)
+    PIECES: tl.constexpr = L.key_padded // 32
+    for b in tl.static_range(len(mean)):
+        d = piece_dims(b, PIECES, 8, L.large)
+        mask = to_dims(tl.arange(0, 32) < 4, d) & (d < 2 * L.header_words)
+        x = lanes_first(mean[b]) if L.large else mean[b]
+        tl.store(p_page.to(tl.pointer_type(tl.float16)) + d, x.to(tl.float16), mask=mask)
 
 
 @triton.jit
 def page_factors(p_factors, L: tl.constexpr):
     """A head's channel factors, in pieces."""
+    PIECES: tl.constexpr = L.key_padded // 32
     factors = []
-    for m in tl.static_range(L.key_padded // 32):
-        factors = factors + [load_factors(p_factors, piece_dims(m), L.key_dim)]
+    for b in tl.static_range(piece_blocks(PIECES, L.large)):
+        factors = factors + [as_pieces(load_factors(p_factors, piece_dims(b, PIECES, 4, L.large), L.key_dim))]
     return factors
 
 
@@ -279,13 +287,13 @@ def pack_rotated(rows, start, first, source, mean, factors, p_codes, p_metadata,
     PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
     BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
     FIELD: tl.constexpr = 0 if KEYS or L.key_format != "lloyd_max" else 1
-    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32)
+    vectors, real = load_group(start, first, source, None, -1, "evict_first", DIM, PADDED // 32, L.large)
     words, norms, overflow = operand_words(vectors, real, mean, factors)
     lost = 0
     if overflow:  # as vectors are not finite, or only as they are large
         norms, lost = finite_norms(norms, rows, start + tl.arange(0, 32) >= first, DIM, PADDED)
     saturated = encode(words, norms, p_codes, p_metadata, p_fragments, p_cells, PADDED, BITS, FIELD, L.fields, KEYS,
-                       FITTED)  # fmt: skip
+                       FITTED, L.large)  # fmt: skip
     return lost, saturated
 
 

@@ -9,18 +9,25 @@ import triton
 import triton.language as tl
 
 from .dequant import chunk_runs, split_last4
+from .pieces import block_count, block_offsets, lanes_first, split_pieces
 from .warp import lane_of_four, permute_bytes, split_halves
 
 
 @triton.jit
-def load_lane_words(p_codes, COUNT: tl.constexpr):
-    """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`)."""
+def load_lane_words(p_codes, COUNT: tl.constexpr, LARGE: tl.constexpr):
+    """The COUNT words of each lane as blocks of four and what is left (`layout.lane_word_offset`). If LARGE, several fours
+    are a block [32, QUADS, 4] (`pieces.py`)."""
     lane = tl.arange(0, 32)
     REST: tl.constexpr = COUNT % 4
-    p = p_codes + (4 * lane[:, None] + tl.arange(0, 4)[None, :])
     blocks = []
-    for quad in tl.static_range(COUNT // 4):
-        blocks = blocks + [tl.load(p + 128 * quad)]
+    if LARGE:
+        for b in tl.static_range(block_count(COUNT // 4)):
+            at = block_offsets(4 * lane, 128, b, COUNT // 4, 4, 4)
+            blocks = blocks + [lanes_first(tl.load(p_codes + at))]
+    else:
+        p = p_codes + (4 * lane[:, None] + tl.arange(0, 4)[None, :])
+        for quad in tl.static_range(COUNT // 4):
+            blocks = blocks + [tl.load(p + 128 * quad)]
     if REST == 2:
         p = p_codes + (2 * lane[:, None] + tl.arange(0, 2)[None, :])
         blocks = blocks + [tl.load(p + 32 * (COUNT - 2))]
@@ -31,16 +38,19 @@ def load_lane_words(p_codes, COUNT: tl.constexpr):
 
 
 @triton.jit
-def lane_words(blocks, COUNT: tl.constexpr):
+def lane_words(blocks, COUNT: tl.constexpr, LARGE: tl.constexpr):
     """The blocks of `load_lane_words` as a list of words."""
+    BLOCKS: tl.constexpr = block_count(COUNT // 4) if LARGE else COUNT // 4
     words = []
-    for i in tl.static_range(COUNT // 4):
-        words = words + split_last4(blocks[i])
+    for i in tl.static_range(BLOCKS):
+        quads = split_pieces(blocks[i]) if LARGE else [blocks[i]]
+        for quad in tl.static_range(len(quads)):
+            words = words + split_last4(quads[quad])
     if COUNT % 4 == 2:
-        x0, x1 = tl.split(blocks[COUNT // 4])
+        x0, x1 = tl.split(blocks[BLOCKS])
         words = words + [x0, x1]
     else:
-        words = words + blocks[COUNT // 4 :]
+        words = words + blocks[BLOCKS:]
     return words
 
 
@@ -70,11 +80,11 @@ def tile_groups(pages, others, p_head, heads, tile, L: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def load_codes(p_groups, OFFSET: tl.constexpr, COUNT: tl.constexpr):
+def load_codes(p_groups, OFFSET: tl.constexpr, COUNT: tl.constexpr, LARGE: tl.constexpr):
     """`load_lane_words` for each group of a tile."""
     blocks = []
     for u in tl.static_range(len(p_groups)):
-        blocks = blocks + load_lane_words(p_groups[u] + OFFSET, COUNT)
+        blocks = blocks + load_lane_words(p_groups[u] + OFFSET, COUNT, LARGE)
     return blocks
 
 

@@ -210,3 +210,17 @@ def rotate_lanes(values, g):
         sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)
         values = [tl.fma(v, sign, lane_xor(v, 4 << bit)) for v in values]
     return [v * (8 * DIMS) ** -0.5 for v in values]
+
+
+@triton.jit
+def rotate_block(x, g):
+    """`rotate_lanes` for a block [32, N]."""
+    DIMS: tl.constexpr = x.shape[1]
+    for bit in tl.static_range(5):
+        if 1 << bit < DIMS:
+            first, second = tl.split(x.reshape(32, DIMS >> (bit + 1), 2, 1 << bit).permute(0, 1, 3, 2))
+            x = tl.join(first + second, first - second).permute(0, 1, 3, 2).reshape(32, DIMS)
+    for bit in tl.static_range(3):
+        sign = tl.where(g & (1 << bit) == 0, 1.0, -1.0)[:, None].broadcast_to(x.shape)
+        x = tl.fma(x, sign, lane_xor(x, 4 << bit))
+    return x * (8 * DIMS) ** -0.5

@@ -27,7 +27,7 @@ from .dequant import INTERPRET, chunk_runs, interleave, load_now
 from .packed import NOTHING
 from .products import fp8_scores, half_sums, lane_column, load_operand, over_column, sum_columns
 from .query import LOG2_E
-from .rows import store_run
+from .rows import store_sums, sums_of_lane
 from .tiles import field_words, load_fields, load_pages, part, tile_groups, token_halves
 from .warp import (
     high_half,
@@ -37,7 +37,6 @@ from .warp import (
     pack_halves,
     permute_bytes,
     power_of_two,
-    rotate_lanes,
 )
 
 STAGES = tl.constexpr(3)  # copies are two tiles ahead
@@ -434,6 +433,5 @@ def attend_wide(
         for d in tl.static_range(DIMS):
             y = sums[4 * (OWN * (d // 2) + x // 2) + 2 * (d % 2) + x % 2]
             vector = vector + [tl.fma(y, factor, offsets[x])]
-        if ROTATE_BACK:
-            vector = rotate_lanes(vector, g)
-        store_run(p_work + ((result + column) * L.value_padded + g * DIMS), vector, column < columns, tl.float32)
+        vector = sums_of_lane(vector, g, ROTATE_BACK, L.large)
+        store_sums(p_work + ((result + column) * L.value_padded + g * DIMS), vector, column < columns, L.large)
