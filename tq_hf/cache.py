@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -173,7 +174,7 @@ class TurboQuantCache(CacheEdits):
             self.forward_pass.leave(layer_idx)
             raise
         if layer_idx == self.last_packed:
-            states[0].step.ends = self.layers
+            states[0].step.ends = ref(self)
         return states
 
     def _update_offloaded(

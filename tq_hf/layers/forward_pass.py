@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -31,10 +32,12 @@ class Change:
     """How far an edit of a cache is."""
 
     has_begun = False
+    kept: list[Any]  # what stock layers were
 
     def begin(self) -> None:
         """All that can fail has been done. Packed layers change from here on: if that ends halfway, only `reset` helps."""
         self.has_begun = True
+        self.kept.clear()
 
 
 class ForwardPass:
@@ -112,7 +115,7 @@ class ForwardPass:
         change = Change()
         self.unfinished = name
         try:
-            with all_or_nothing(stock):
+            with all_or_nothing(stock) as change.kept:
                 yield change
         except BaseException:
             if not change.has_begun:
@@ -132,8 +135,7 @@ class ForwardPass:
             RuntimeError: saying which layers do not, and what to do.
         """
         if self.is_over(cache):
-            if not cache.table.is_static:
-                _drop_reserved(cache.packed_layers)
+            self.drop_reserved(cache)
             return
         self._require_mendable(cache)
         ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
@@ -143,16 +145,31 @@ class ForwardPass:
             " or cache.reset()."
         )
 
-    def require_even(self, cache: TurboQuantCache) -> None:
+    @staticmethod
+    def drop_reserved(cache: TurboQuantCache) -> None:
+        """Give back the pages that were reserved in a forward pass whose layers have all taken back its tokens."""
+        if not cache.table.is_static:
+            _drop_reserved(cache.packed_layers)
+
+    def require_even(self, cache: TurboQuantCache) -> dict[TurboQuantLayer, list[int]]:
         """As `require_over`, of the lengths that a static cache has on its device; for edits, which read them anyway.
+
+        Returns:
+            The counters of a static cache's layers that hold something.
 
         Raises:
             RuntimeError: packed layers hold different tokens.
         """
-        if cache.table.is_static:
-            lengths = {_with_pending(layer) for layer in cache.packed_layers}
-            if len(lengths) > 1:
-                raise RuntimeError(UNEVEN)
+        if not cache.table.is_static:
+            return {}
+        counters = _counters_of([layer for layer in cache.packed_layers if layer.is_initialized])
+        lengths = set()
+        for layer in cache.packed_layers:
+            held = counters[layer][0] if layer in counters else 0
+            lengths.add(held + (0 if layer.pending is None else layer.pending.new))
+        if len(lengths) > 1:
+            raise RuntimeError(UNEVEN)
+        return counters
 
     def is_over(self, cache: TurboQuantCache) -> bool:
         """Whether all layers have got the tokens of the newest forward pass, or none has."""
@@ -249,10 +266,15 @@ def _drop_reserved(layers: Sequence[TurboQuantLayer]) -> None:
             table.drop_entries(packed_end)
 
 
-def _with_pending(layer: TurboQuantLayer) -> int:
-    """Tokens of a static layer, those included that it has yet to take in. Reads the device."""
-    held = layer.counters.tolist()[0] if layer.is_initialized else 0
-    return held + (0 if layer.pending is None else layer.pending.new)
+def _counters_of(layers: Sequence[TurboQuantLayer]) -> dict[TurboQuantLayer, list[int]]:
+    """What `counters` of each layer are. Each device is waited for once, not once a layer."""
+    by_device: dict[torch.device, list[TurboQuantLayer]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.device, []).append(layer)
+    read: dict[TurboQuantLayer, list[int]] = {}
+    for held in by_device.values():
+        read |= zip(held, torch.stack([layer.counters for layer in held]).tolist(), strict=True)
+    return read
 
 
 def longest(cache: TurboQuantCache) -> int:

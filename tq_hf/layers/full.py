@@ -132,7 +132,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
         if self.before is not None:
-            state += self.before.copies.values()
+            state += self.before.tensors
         return state
 
     @property
@@ -164,8 +164,8 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
         self._make_way(key_states.shape[2])
-        self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
-        return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+        self.pending = step = Step(key_states, value_states, self.is_empty, self.length, self.table.origin)
+        return PackedKV(self, step, is_key=True), PackedKV(self, step, is_key=False)
 
     def _make_way(self, new: int) -> None:
         """Called before `new` tokens come in: a layer that forgets does so here."""
@@ -301,8 +301,8 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
                 self.take_back()
             raise
         self.is_torn = False
-        for layer in step.ends:
-            if isinstance(layer, TurboQuantLayer):
+        if step.ends is not None and (cache := step.ends()) is not None:
+            for layer in cache.packed_layers:
                 layer.before = None
 
     def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
