@@ -141,7 +141,7 @@ class CacheEdits(DynamicCache):
             tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
             if not tokens_to_remove:
                 return
-        self.forward_pass.drop_reserved(self)
+        self.forward_pass.finish(self)
         settled = self._settle()
         if settled:
             length = max(table.origin + held.length for table, held in settled.items())

@@ -178,14 +178,14 @@ class LayerEdits:
     @property
     def largest_row(self) -> int:
         """Bytes that a row takes in the largest tensor of exact parts."""
-        return max(getattr(self, name)[0].nbytes for name in self.row_state_names())
+        return max(held.nbytes // len(held) for held in (getattr(self, name) for name in self.row_state_names()))
 
     @torch.inference_mode(False)
     def select_rows(self, index: Tensor, spare: Tensor) -> None:
         """As `take` of `selected_rows`, for no more rows than there are, one tensor after the other.
 
-        Where there is no memory for one, it is written in place, by way of `spare`; in the static mode all are, which keep
-        their addresses. A dynamic layer that had to drop rows so has its old memory until its next such edit.
+        Where there is no memory for one, it is written in place, by way of `spare`. A layer that had to drop rows so has its
+        old memory until its next such edit. The static mode keeps all addresses.
 
         Args:
             spare: uint8 on the layer's device, `largest_row` bytes or more for each row of `index`.
@@ -193,17 +193,18 @@ class LayerEdits:
         self._valid = None
         for name in self.row_state_names():
             held = getattr(self, name)
-            if not self.table.is_static:
-                try:
-                    setattr(self, name, held.index_select(0, index))
-                    continue
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-            held = held[: len(index)] if len(index) < len(held) else held
-            chosen = spare[: held.nbytes].view(held.dtype).view(held.shape)
-            torch.index_select(getattr(self, name), 0, index, out=chosen)
-            setattr(self, name, held.copy_(chosen))
+            try:
+                chosen = held.index_select(0, index)
+                stays = self.table.is_static
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shape, stays = (len(index), *held.shape[1:]), True
+                chosen = spare[: held.nbytes // len(held) * len(index)].view(held.dtype).view(shape)
+                torch.index_select(held, 0, index, out=chosen)
+            if stays:
+                chosen = (held if len(index) == len(held) else held[: len(index)]).copy_(chosen)
+            setattr(self, name, chosen)
 
     @torch.inference_mode(False)
     def fork(self, table: BlockTable) -> Any:

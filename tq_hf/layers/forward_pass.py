@@ -135,7 +135,7 @@ class ForwardPass:
             RuntimeError: saying which layers do not, and what to do.
         """
         if self.is_over(cache):
-            self.drop_reserved(cache)
+            self.finish(cache)
             return
         self._require_mendable(cache)
         ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
@@ -146,8 +146,8 @@ class ForwardPass:
         )
 
     @staticmethod
-    def drop_reserved(cache: TurboQuantCache) -> None:
-        """Give back the pages that were reserved in a forward pass whose layers have all taken back its tokens."""
+    def finish(cache: TurboQuantCache) -> None:
+        """What is left to do once `is_over` has said so: give back pages reserved for tokens that no layer has kept."""
         if not cache.table.is_static:
             _drop_reserved(cache.packed_layers)
 
