@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
 from .cache_edits import CacheEdits
+from .compat import ASKS_BEFORE_WRITING
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .files import loading, saving
 from .files.saving import model_facts
@@ -151,7 +152,7 @@ class TurboQuantCache(CacheEdits):
                 does not have.
             RuntimeError: the forward pass before has not reached all layers. `crop` takes its tokens back.
         """
-        if layer_idx >= len(self.layers):
+        if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another"
                 " model's config. Make one with TurboQuantCache(model.config)."
@@ -160,8 +161,7 @@ class TurboQuantCache(CacheEdits):
             self._refuse_cross_attention(layer_idx)
         layer = self.layers[layer_idx]
         if torch.compiler.is_compiling():
-            if not self.table.is_static:
-                self.forward_pass.has_gaps = True
+            self.forward_pass.has_gaps = True
             return layer.update(key_states, value_states, *args, **kwargs)
         self.forward_pass.enter(self, layer_idx, ATTENTION)
         try:
@@ -173,7 +173,8 @@ class TurboQuantCache(CacheEdits):
             self.forward_pass.leave(layer_idx)
             raise
         if layer_idx == self.last_packed:
-            states[0].step.ends = self.layers
+            step = states[0].step
+            step.ends, self.forward_pass.new = self.layers, step.new
         return states
 
     def _update_offloaded(
@@ -195,12 +196,20 @@ class TurboQuantCache(CacheEdits):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self._note_linear(layer_idx, "convolution, in place", state_idx)
-        return super().get_conv_state(layer_idx, state_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        self._note_look(state, layer_idx, "convolution", state_idx)
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self._note_linear(layer_idx, "recurrence, in place", state_idx)
-        return super().get_recurrent_state(layer_idx, state_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        self._note_look(state, layer_idx, "recurrence", state_idx)
+        return state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        has_one = bool(super().has_previous_state(layer_idx, state_idx))
+        if has_one and layer_idx is not None and not state_idx and ASKS_BEFORE_WRITING:
+            self._note_look(self.layers[layer_idx].conv_states[0], layer_idx, "convolution", 0)
+        return has_one
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         if hasattr(self.layers[layer_idx], "update_indexer") and not torch.compiler.is_compiling():
@@ -208,10 +217,15 @@ class TurboQuantCache(CacheEdits):
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def _note_linear(self, layer_idx: int, *state: object) -> None:
-        """A layer gets a new state of linear attention, or lets the model have one, which it may write in place."""
+        """A layer gets a new state of linear attention."""
         is_linear = isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin)
         if is_linear and not torch.compiler.is_compiling():
             self.forward_pass.enter(self, layer_idx, state)
+
+    def _note_look(self, held: Tensor | None, layer_idx: int, *state: object) -> None:
+        """A model gets a state that a layer has, which it may write in place."""
+        if held is not None and not torch.compiler.is_compiling():
+            self.forward_pass.look(self, layer_idx, state, held)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""

@@ -93,13 +93,13 @@ class CacheEdits(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove, from the layers that hold most where a forward pass has
-                ended early. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
-                is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window. Where a forward pass
+                has ended early, its tokens, which only some layers hold, have to be removed on their own first.
 
         Raises:
-            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or fewer
-                than only some of the layers hold. Nothing is changed then.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or others
+                than those that only some of the layers hold. Nothing is changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -110,9 +110,8 @@ class CacheEdits(DynamicCache):
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
         if not self.forward_pass.is_over(self):
-            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
-            if not tokens_to_remove:
-                return
+            self.forward_pass.mend(self, -tokens_to_remove)
+            return
         settled = self._settled_by_table()
         if settled:
             length = max(int(layers[0].get_seq_length()) for layers in settled.values())

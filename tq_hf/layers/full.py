@@ -46,6 +46,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
     index: int | None = None  # in its cache, for messages
+    has_dropped = False  # whether it has forgotten the tokens of the newest forward pass; static mode
 
     def __init__(
         self,
@@ -388,6 +389,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         """Forget tokens that attention refused or failed on, as if `update` had not been called."""
         if self.pending is step:
             self.pending = None
+            self.has_dropped = True
 
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
