@@ -173,8 +173,7 @@ class TurboQuantCache(CacheEdits):
             self.forward_pass.leave(layer_idx)
             raise
         if layer_idx == self.last_packed:
-            step = states[0].step
-            step.ends, self.forward_pass.new = self.layers, step.new
+            states[0].step.ends = self.layers
         return states
 
     def _update_offloaded(
@@ -242,7 +241,8 @@ class TurboQuantCache(CacheEdits):
         if packed and not layer.is_empty and last.is_empty:
             raise ValueError(
                 f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
-                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
+                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache()). If that is what you pass, the"
+                " first forward pass ended early, by an error or an interrupt: call cache.reset() before another."
             )
 
     # -- files and copies ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..pages.table import BlockTable
 from .checks import UNEVEN
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 ATTENTION = ("attention",)  # the state of a layer that keys and values are for; a linear one has several, by name and number
 RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state."
-COUNTING = (DynamicLayer, DynamicSlidingWindowLayer)  # transformers' own that tell on the host how many tokens they hold
+# Transformers' own that every forward pass updates; the first two tell on the host how many tokens they hold.
+COUNTING = (DynamicLayer, DynamicSlidingWindowLayer)
+STATIC = (StaticLayer, StaticSlidingWindowLayer)
 IF_NOTHING_FAILED = (
     "If nothing has failed: all layers take a forward pass's tokens before any takes more, and a model that has fewer layers"
     " than its config says needs a cache of a config with as many (num_hidden_layers)."
@@ -56,8 +58,7 @@ class ForwardPass:
         looked_at: layers whose states a model could have written in place before anything else was updated, with these states
             and copies of what they were: where they are the same when the next pass begins, somebody has only looked.
         start: tokens that the cache held before (dynamic mode).
-        new: tokens that the last packed layer has got.
-        expected: `stock` of earlier forward passes, by whether these had a single token, for which models may have other code.
+        expected: `stock` of the first forward pass, and so of each; None until one is over.
         has_failed: whether an update of this pass has failed.
         has_gaps: whether layers were updated in compiled code, which is not seen here: one that is not, in the same forward
             pass, does not begin another.
@@ -68,8 +69,8 @@ class ForwardPass:
         self.seen: set[object] = set()
         self.stock: set[int] = set()
         self.looked_at: list[tuple[int, Tensor, Tensor]] = []
-        self.start = self.new = 0
-        self.expected: dict[bool, set[int]] = {}
+        self.start = 0
+        self.expected: set[int] | None = None
         self.unfinished: str | None = None
         self.has_failed = self.has_gaps = False
 
@@ -84,8 +85,9 @@ class ForwardPass:
         if not self.seen or update in self.seen or goes_back:
             self._begin(cache)
         is_stock = state is not ATTENTION or layer_idx not in cache.packed_indices
-        is_late = is_stock and layer_idx > cache.last_packed and bool(self.expected)
-        if is_late and layer_idx not in set().union(*self.expected.values()):
+        is_late = is_stock and layer_idx > cache.last_packed
+        # The two are the same set where somebody has read the cache before a first pass came to its last layers.
+        if is_late and self.expected is not None and layer_idx not in self.expected and self.expected is not self.stock:
             raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
         self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
         if is_stock:
@@ -163,8 +165,8 @@ class ForwardPass:
                 f" {self.start} tokens in all layers, or cache.reset(). {IF_NOTHING_FAILED}"
             )
         if self._has_come(cache):
-            if self.seen and not self.has_gaps:
-                self.expected[self.new == 1] = self.stock
+            if self.seen and not self.has_gaps and self.expected is None:
+                self.expected = self.stock
         elif not cache.table.is_static:
             _drop_reserved(cache.packed_layers)
 
@@ -197,9 +199,11 @@ class ForwardPass:
             return True
         if not self._has_come(cache):
             return not self.stock
-        if cache.table.is_static and not all(self._holds(cache, i) for i in cache.packed_indices):
-            return False
-        return self.expected.get(self.new == 1, set()) <= self.stock
+        if cache.table.is_static:
+            attention = {i for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in STATIC}
+            if not attention <= set(self._ahead(cache)):
+                return False
+        return self.expected is None or self.expected <= self.stock
 
     def _has_come(self, cache: TurboQuantCache) -> bool:
         """Whether some packed layer (of a model without any: some layer) has got tokens of this pass."""
