@@ -120,7 +120,7 @@ class TurboQuantCache(CacheEdits):
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
         self.model_facts = model_facts(text) | shard_facts(ranks(config))
-        self._begin()
+        self._number_layers()
 
     @classmethod
     def from_parts(cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any) -> TurboQuantCache:
@@ -132,10 +132,10 @@ class TurboQuantCache(CacheEdits):
         cache.offloading, cache.only_non_sliding = offloading
         for name, value in attributes.items():
             setattr(cache, name, value)
-        cache._begin()
+        cache._number_layers()
         return cache
 
-    def _begin(self) -> None:
+    def _number_layers(self) -> None:
         self.forward_pass = ForwardPass()
         packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
         for i in packed:
@@ -154,8 +154,8 @@ class TurboQuantCache(CacheEdits):
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
-                f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another"
-                " model's config. Make one with TurboQuantCache(model.config)."
+                f"layer_idx={layer_idx} of a cache of {len(self.layers)} layers: a model that asks for it has another config"
+                " than this cache was made for. Make one with TurboQuantCache(model.config)."
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
@@ -241,8 +241,8 @@ class TurboQuantCache(CacheEdits):
         if packed and not layer.is_empty and last.is_empty:
             raise ValueError(
                 f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
-                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache()). If that is what you pass, the"
-                " first forward pass ended early, by an error or an interrupt: call cache.reset() before another."
+                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache()). If that is what you pass,"
+                " the first forward pass ended early, by an error or an interrupt: call cache.reset() before another."
             )
 
     # -- files and copies ----------------------------------------------------------------------------------------------

@@ -219,10 +219,11 @@ class CacheEdits(DynamicCache):
 
         They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
         transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
-        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
-        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
-        the turns of a tree).
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. On a GPU all of
+        them belong on one CUDA stream, as threads have it by default: a page that one frees may be another's at once, before
+        what the first has queued on a stream of its own has read it. `nbytes` of each counts the shared pages. Continuations
+        that run side by side, as one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way:
+        independent caches are what continuations at different times need (a system prompt, the turns of a tree).
 
         Raises:
             ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
@@ -264,10 +265,16 @@ class CacheEdits(DynamicCache):
             This cache.
 
         Raises:
+            TypeError: no device, such as a dtype.
             ValueError: a static cache whose layout has no kernels for that device.
         """
         if non_blocking is not None:
             return self
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"cache.to({device!r}): expected a device. Pages have no dtype, and exact tokens have that of the model's"
+                " states: a model in another dtype needs a new cache, or cache.reset()."
+            )
         target = torch.empty(0, device=device).device  # with an index, as tensors have it
         layers = self._settled_layers()
         for layer in layers:

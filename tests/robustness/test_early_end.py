@@ -58,7 +58,7 @@ def test_a_static_pass_that_ended_early_is_refused_on_the_host(kinds: list[str],
 def test_a_static_pass_that_has_changed_nothing_can_be_made_again() -> None:
     cache = cache_of("full", "short", max_cache_len=100)
     feed(cache, 5)
-    with pytest.raises(ValueError, match="cannot be broadcast|does not fit"):
+    with pytest.raises(ValueError, match=r"cannot be broadcast|does not fit"):
         key = states(1)
         turboquant_attention(nn.Module(), key, *cache.update(key, key, 0), torch.ones(1, 1, 1, 7, dtype=torch.uint8))
     feed(cache, 1)
@@ -100,7 +100,7 @@ def test_edits_between_passes_hide_no_early_end(passes: int) -> None:
 def test_attention_that_fails_in_the_first_pass_teaches_nothing_of_later_layers() -> None:
     cache, key = cache_of("full", "short"), states(5)
     handles = cache.update(key, key, 0)
-    with pytest.raises(ValueError, match="a tensor on meta"):
+    with pytest.raises(ValueError, match=r"a tensor on meta"):
         turboquant_attention(nn.Module(), key, *handles, torch.ones(1, 1, 1, 5, device="meta", dtype=torch.bool))
     for _ in range(2):
         feed(cache, 5)

@@ -30,8 +30,8 @@ RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state.
 COUNTING = (DynamicLayer, DynamicSlidingWindowLayer)
 STATIC = (StaticLayer, StaticSlidingWindowLayer)
 IF_NOTHING_FAILED = (
-    "If nothing has failed: all layers take a forward pass's tokens before any takes more, and a model that has fewer layers"
-    " than its config says needs a cache of a config with as many (num_hidden_layers)."
+    "If nothing has failed: all layers take a forward pass's tokens before any takes more, and a model that has fewer"
+    " layers than its config says needs a cache of a config with as many (num_hidden_layers)."
 )
 
 
@@ -48,15 +48,15 @@ class Change:
 class ForwardPass:
     """The updates that a cache has got in the newest forward pass, and edits that were interrupted.
 
-    Packed layers of a growing cache say themselves how many tokens they hold, and give back those of an update that fails; of
-    a static one, what has been updated is known. Of transformers' own layers, whose states may tell nothing, a state counts
-    as updated when a model has asked for the update, or for the state, which some models write in place.
+    Packed layers of a growing cache say themselves how many tokens they hold, and give back those of an update that fails;
+    of a static one, it is known which were updated. Of transformers' own layers, whose states may tell nothing, a state
+    counts as updated when a model has asked for the update, or for the state, which some models write in place.
 
     Attributes:
         seen: the updates, each a layer and which of its states.
         stock: the layers of transformers' own (or such parts of hybrid ones) among them.
-        looked_at: layers whose states a model could have written in place before anything else was updated, with these states
-            and copies of what they were: where they are the same when the next pass begins, somebody has only looked.
+        looked_at: layers whose states a model could have written in place before anything else was updated, with these
+            states and copies of what they were: where they are the same when the next pass begins, somebody has only looked.
         start: tokens that the cache held before (dynamic mode).
         expected: `stock` of the first forward pass, and so of each; None until one is over.
         has_failed: whether an update of this pass has failed.
@@ -192,9 +192,8 @@ class ForwardPass:
             counting = (layer for layer in cache.layers if type(layer) in COUNTING)
             if len({layer.get_seq_length() for layer in (*packed, *counting)}) > 1:
                 return False
-        if self.looked_at and len(self.looked_at) == len(self.seen):
-            if all(torch.equal(held, before) for _, held, before in self.looked_at):
-                self._forget_updates()
+        if len(self.looked_at) == len(self.seen) and all(torch.equal(held, was) for _, held, was in self.looked_at):
+            self._forget_updates()
         if not self.seen or self.has_gaps:
             return True
         if not self._has_come(cache):

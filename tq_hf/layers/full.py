@@ -56,7 +56,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         rotary: Rotary | None = None,
         guards_capacity: bool = False,
     ) -> None:
-        super().__init__()
+        # Not `CacheLayerMixin.__init__`, which would set `keys` and `values`.
         self.rotary = rotary
         self.guards_capacity = guards_capacity
         self.last_layer: TurboQuantLayer | None = None  # static mode: the last one of the cache, where this is the first
@@ -429,6 +429,10 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             return None, None
         self.flush()
         return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
+
+    # As users of transformers read them. Each read dequantizes the layer: `for keys, values, window in cache` does so once.
+    keys = property(lambda self: self.unpacked()[0])
+    values = property(lambda self: self.unpacked()[1])
 
     @property
     def batch_size(self) -> int:
