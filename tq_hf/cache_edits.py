@@ -121,13 +121,13 @@ class CacheEdits(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove, from the layers that hold most where a forward pass has
-                ended early. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
-                is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window. Where a forward pass
+                has ended early, its tokens, which only some layers hold, have to be removed on their own first.
 
         Raises:
-            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or fewer
-                than only some of the layers hold. Nothing is changed then.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or others
+                than those that only some of the layers hold. Nothing is changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -138,9 +138,8 @@ class CacheEdits(DynamicCache):
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
         if not self.forward_pass.is_over(self):
-            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
-            if not tokens_to_remove:
-                return
+            self.forward_pass.mend(self, -tokens_to_remove)
+            return
         self.forward_pass.finish(self)
         settled = self._settle()
         if settled:
@@ -256,10 +255,11 @@ class CacheEdits(DynamicCache):
 
         They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
         transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
-        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
-        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
-        the turns of a tree).
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. On a GPU all of
+        them belong on one CUDA stream, as threads have it by default: a page that one frees may be another's at once, before
+        what the first has queued on a stream of its own has read it. `nbytes` of each counts the shared pages. Continuations
+        that run side by side, as one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way:
+        independent caches are what continuations at different times need (a system prompt, the turns of a tree).
 
         Raises:
             ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
@@ -301,10 +301,16 @@ class CacheEdits(DynamicCache):
             This cache.
 
         Raises:
+            TypeError: no device, such as a dtype.
             ValueError: a static cache whose layout has no kernels for that device.
         """
         if non_blocking is not None:
             return self
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"cache.to({device!r}): expected a device. Pages have no dtype, and exact tokens have that of the model's"
+                " states: a model in another dtype needs a new cache, or cache.reset()."
+            )
         target = torch.empty(0, device=device).device  # with an index, as tensors have it
         layers = self._settled_layers()
         for layer in layers:

@@ -46,6 +46,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
     index: int | None = None  # in its cache, for messages
+    has_dropped = False  # whether it has forgotten the tokens of the newest forward pass; static mode
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         rotary: Rotary | None = None,
         guards_capacity: bool = False,
     ) -> None:
-        super().__init__()
+        # Not `CacheLayerMixin.__init__`, which would set `keys` and `values`.
         self.rotary = rotary
         self.guards_capacity = guards_capacity
         self.last_layer: TurboQuantLayer | None = None  # static mode: the last one of the cache, where this is the first
@@ -388,6 +389,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         """Forget tokens that attention refused or failed on, as if `update` had not been called."""
         if self.pending is step:
             self.pending = None
+            self.has_dropped = True
 
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
@@ -427,6 +429,10 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             return None, None
         self.flush()
         return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
+
+    # As users of transformers read them. Each read dequantizes the layer: `for keys, values, window in cache` does so once.
+    keys = property(lambda self: self.unpacked()[0])
+    values = property(lambda self: self.unpacked()[1])
 
     @property
     def batch_size(self) -> int:

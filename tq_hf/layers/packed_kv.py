@@ -178,7 +178,7 @@ def _operator(name: str) -> Any:
 for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(PackedKV, f"__r{_name}__", _operator(f"__r{_name}__"))
-for _name in ("neg", "abs"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"):  # compared by element and hashed by identity, as tensors
     setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
 
 
