@@ -421,6 +421,8 @@ def test_handles_in_each_others_place_are_read_as_what_they_are() -> None:
     assert torch.allclose(attend(query, key, key), attend(query, dense_key, dense_key))
     assert torch.equal(key - value, dense_key - dense_value)
     assert torch.equal(-key / 2 + 1, -dense_key / 2 + 1)
+    assert torch.equal(key == value, dense_key == dense_value) and torch.equal(key == dense_key, key <= dense_key)
+    assert len({key, value, key}) == 2 and (key == None) is False  # noqa: E711
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

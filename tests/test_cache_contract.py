@@ -299,6 +299,24 @@ def test_a_crop_that_a_static_table_refuses_changes_nothing() -> None:
     assert cache.layers[0].cumulative_length_int == 39
 
 
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}])
+def test_a_packed_layers_keys_are_dequantized_when_they_are_read(options: dict[str, int]) -> None:
+    cache = TurboQuantCache(CONFIG, **SMALL, **options)
+    assert cache.layers[0].keys is None and cache.layers[0].values is None
+    cache = filled(100, **SMALL, **options)
+    for layer, (keys, values, _) in zip(cache.layers, cache, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values) and keys.shape == (1, 2, 100, 64)
+
+
+@pytest.mark.parametrize("layer_idx", [-1, 2])
+def test_a_layer_that_there_is_not_is_refused(layer_idx: int) -> None:
+    cache = filled(100)
+    with pytest.raises(ValueError, match=rf"layer_idx={layer_idx} of a cache of 2 layers"):
+        cache.update(states(1), states(1), layer_idx)
+    extend(cache, 1, seed=0)
+    assert cache.get_seq_length() == 101
+
+
 @pytest.mark.parametrize("index", [[2, 0], [-3, 0], [0.0, 1.0], []])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}])
 def test_reordering_with_a_wrong_index_changes_nothing(index: list[Any], options: dict[str, int]) -> None:
@@ -334,6 +352,14 @@ def test_to_moves_everything_and_returns_the_cache(options: dict[str, int]) -> N
     del cache
     if forks:
         assert forks[0].table.pages.used == 2 * 4  # the fork that moved has given its references back
+
+
+def test_a_cache_has_no_dtype_to_go_to() -> None:
+    cache = filled(100)
+    before = content(cache)
+    with pytest.raises(TypeError, match=r"cache\.to\(torch\.float16\): expected a device"):
+        cache.to(torch.float16)
+    assert same(content(cache), before)
 
 
 def test_to_moves_transformers_own_layers() -> None:

@@ -242,7 +242,7 @@ def dense_attention(
     query: Tensor, key: PackedKV, mask: Tensor | None, scaling: float, softcap: float | None, s_aux: Tensor | None
 ) -> Tensor:
     """Attention in float64 over the bytes that a layer has, dequantized, [B, q, Hq, Dv]."""
-    layer, step = key.step.layer, key.step
+    layer, step = key.layer, key.step
     keys, values = (x.double().repeat_interleave(query.shape[1] // x.shape[1], 1) for x in layer._gather(step))
     new, shown = query.shape[2], keys.shape[2]
     scores = query.double() @ keys.mT * scaling
@@ -275,7 +275,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool, float]]:
         out = packed(query, key, mask, scaling, window, softcap, s_aux, is_causal)
         if expected is not None:
             length = step.origin + step.start + step.new
-            found.append((length, isinstance(step.layer, SlidingLayer), relative(out, expected)))
+            found.append((length, isinstance(key.layer, SlidingLayer), relative(out, expected)))
         return out
 
     monkeypatch.setattr(attention, "_packed", compared)

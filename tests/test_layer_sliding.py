@@ -186,7 +186,7 @@ def test_rows_with_long_padding_keep_their_sinks() -> None:
     key, value = states(400, 2), states(400, 2, seed=1)
     for layer in range(2):
         step = cache.update(key, value, layer)[0].step
-        step.layer.commit(step, keep[:, None, None])
+        cache.layers[layer].commit(step, keep[:, None, None])
     table = table_of(cache)
     assert table.row_starts == [0, 350]
     for i in range(40):
@@ -364,8 +364,8 @@ def test_without_a_mask_a_query_sees_what_the_handle_shows() -> None:
         key, value = feed(cache, states(1, seed=i), states(1, seed=-i))
         query = states(1, seed=99)
         attend = torch.nn.functional.scaled_dot_product_attention
-        twin = copy.deepcopy(cache).layers[0].pending
-        dense_key, dense_value = twin.layer.dense(twin)
+        twin = copy.deepcopy(cache).layers[0]
+        dense_key, dense_value = twin.dense(twin.pending)
         assert dense_key.shape[2] == WINDOW
         assert torch.allclose(attend(query, key, value), attend(query, dense_key, dense_value), atol=1e-5)
 
@@ -392,9 +392,9 @@ def test_the_layers_of_a_forward_pass_share_a_mask(monkeypatch: pytest.MonkeyPat
 
     def attend(layer: int, mask: Tensor | None, seed: int) -> None:
         handles = cache.update(states(1, 2, seed=seed), states(1, 2, seed=seed + 1), layer)
-        query, step = states(1, 2, seed=seed + 2), handles[0].step
+        query, read = states(1, 2, seed=seed + 2), cache.layers[layer]._gather(handles[0].step)
         keep = None if mask is None else mask != 0
-        expected = torch.nn.functional.scaled_dot_product_attention(query, *step.layer._gather(step), attn_mask=keep)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *read, attn_mask=keep)
         out = turboquant_attention(torch.nn.Module(), query, *handles, mask, sliding_window=WINDOW)[0]
         assert torch.allclose(out.transpose(1, 2), expected, atol=1e-5)
 

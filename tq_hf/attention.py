@@ -140,7 +140,7 @@ def turboquant_attention(
     if are_pair(key, value) and not needs_sdpa:
         assert isinstance(key, PackedKV)
         arguments = (query, key, attention_mask, scaling, sliding_window, softcap, s_aux, is_causal)
-        return or_drop(key.step, _packed, *arguments), None
+        return or_drop(key, _packed, *arguments), None
 
     dense_key, dense_value = densify(key), densify(value)
     if attention_mask is None and is_causal and not newest_last and query.shape[2] > 1:
@@ -171,7 +171,7 @@ def _packed(
     s_aux: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    step, layer = key.step, key.step.layer
+    step, layer = key.step, key.layer
     complete = False
     if mask is not None:
         complete = mask.dtype == torch.bool
@@ -189,7 +189,7 @@ def _packed(
         if causal and 1 < queries < keys:  # the prompt's last queries alone (`_QUERY_SLICERS`)
             mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
             causal = False
-        out = attend_first(query, step, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
+        out = attend_first(query, key, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
         out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
     layer.commit(step, mask, query)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
 from .cache_edits import CacheEdits
+from .compat import ASKS_BEFORE_WRITING
 from .config import DEFAULT_PRESET, TurboQuantConfig
 from .files import loading, saving
 from .files.saving import model_facts
@@ -119,7 +121,7 @@ class TurboQuantCache(CacheEdits):
         Cache.__init__(self, layers=stock.layers)  # a `DynamicCache` by contract only: transformers asks for its type
         self.offloading, self.only_non_sliding = offloading, offload_only_non_sliding
         self.model_facts = model_facts(text) | shard_facts(ranks(config))
-        self._begin()
+        self._number_layers()
 
     @classmethod
     def from_parts(cls, layers: list[Any], tables: list[Any], offloading: list[bool], **attributes: Any) -> TurboQuantCache:
@@ -131,10 +133,10 @@ class TurboQuantCache(CacheEdits):
         cache.offloading, cache.only_non_sliding = offloading
         for name, value in attributes.items():
             setattr(cache, name, value)
-        cache._begin()
+        cache._number_layers()
         return cache
 
-    def _begin(self) -> None:
+    def _number_layers(self) -> None:
         self.forward_pass = ForwardPass()
         packed = [i for i, layer in enumerate(self.layers) if isinstance(layer, TurboQuantLayer)]
         for i in packed:
@@ -151,17 +153,16 @@ class TurboQuantCache(CacheEdits):
                 does not have.
             RuntimeError: the forward pass before has not reached all layers. `crop` takes its tokens back.
         """
-        if layer_idx >= len(self.layers):
+        if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
-                f"the model asks for layer {layer_idx} and this cache has {len(self.layers)}: it was made for another"
-                " model's config. Make one with TurboQuantCache(model.config)."
+                f"layer_idx={layer_idx} of a cache of {len(self.layers)} layers: a model that asks for it has another config"
+                " than this cache was made for. Make one with TurboQuantCache(model.config)."
             )
         if not self.is_decoder_only:
             self._refuse_cross_attention(layer_idx)
         layer = self.layers[layer_idx]
         if torch.compiler.is_compiling():
-            if not self.table.is_static:
-                self.forward_pass.has_gaps = True
+            self.forward_pass.has_gaps = True
             return layer.update(key_states, value_states, *args, **kwargs)
         self.forward_pass.enter(self, layer_idx, ATTENTION)
         try:
@@ -173,7 +174,7 @@ class TurboQuantCache(CacheEdits):
             self.forward_pass.leave(layer_idx)
             raise
         if layer_idx == self.last_packed:
-            states[0].step.ends = self.layers
+            states[0].step.ends = ref(self)
         return states
 
     def _update_offloaded(
@@ -195,12 +196,20 @@ class TurboQuantCache(CacheEdits):
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self._note_linear(layer_idx, "convolution, in place", state_idx)
-        return super().get_conv_state(layer_idx, state_idx)
+        state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        self._note_look(state, layer_idx, "convolution", state_idx)
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self._note_linear(layer_idx, "recurrence, in place", state_idx)
-        return super().get_recurrent_state(layer_idx, state_idx)
+        state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+        self._note_look(state, layer_idx, "recurrence", state_idx)
+        return state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        has_one = bool(super().has_previous_state(layer_idx, state_idx))
+        if has_one and layer_idx is not None and not state_idx and ASKS_BEFORE_WRITING:
+            self._note_look(self.layers[layer_idx].conv_states[0], layer_idx, "convolution", 0)
+        return has_one
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         if hasattr(self.layers[layer_idx], "update_indexer") and not torch.compiler.is_compiling():
@@ -208,10 +217,15 @@ class TurboQuantCache(CacheEdits):
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def _note_linear(self, layer_idx: int, *state: object) -> None:
-        """A layer gets a new state of linear attention, or lets the model have one, which it may write in place."""
+        """A layer gets a new state of linear attention."""
         is_linear = isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin)
         if is_linear and not torch.compiler.is_compiling():
             self.forward_pass.enter(self, layer_idx, state)
+
+    def _note_look(self, held: Tensor | None, layer_idx: int, *state: object) -> None:
+        """A model gets a state that a layer has, which it may write in place."""
+        if held is not None and not torch.compiler.is_compiling():
+            self.forward_pass.look(self, layer_idx, state, held)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Fetch the next offloaded layer from `layer_idx` on, as transformers does; nothing where all of them stay."""
@@ -228,7 +242,8 @@ class TurboQuantCache(CacheEdits):
         if packed and not layer.is_empty and last.is_empty:
             raise ValueError(
                 f"layer {layer_idx} is updated twice in one forward pass, as by the cross-attention of an encoder-decoder"
-                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache())."
+                " model: pass EncoderDecoderCache(TurboQuantCache(model.config), DynamicCache()). If that is what you pass,"
+                " the first forward pass ended early, by an error or an interrupt: call cache.reset() before another."
             )
 
     # -- files and copies ----------------------------------------------------------------------------------------------

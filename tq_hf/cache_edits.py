@@ -1,4 +1,15 @@
-"""Edits of a whole cache: block tables once, then each layer. All that may fail is done before anything changes."""
+"""Edits of a whole cache: block tables once, then each layer. All that may fail is done before anything changes.
+
+That takes memory, for what a layer is going to be beside what it is. To choose no more rows than there are, one layer comes
+after the other, and all of them together take what the largest does and one tensor:
+
+- A packed layer is written over, at worst, by way of a tensor that is there before the first one changes (`select_rows`).
+- Of transformers' own layers, the largest comes first, which is put back if there is no memory for it. Each of the others
+  finds what the one before has freed and keeps nothing: should one of them fail all the same, `reset` is what is left.
+
+To make more rows takes what was there besides, at most half as much again as what is asked for: all of it goes at the end.
+Layer by layer, a failure could only be undone where every row has a copy, and for transformers' own layers not even then.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +17,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +29,22 @@ from .layers.forward_pass import ForwardPass
 from .layers.full import TurboQuantLayer
 from .layers.hybrid import HybridLayer
 from .layers.sliding import SlidingTable
-from .layers.stock import contents, forget_states, move_stock, require_window
+from .layers.stock import contents, forget_states, largest_first, move_stock, require_window
 from .layout import PageLayout
 from .pages.table import BlockTable
+
+
+class Settled(NamedTuple):
+    """Packed layers that share a block table and hold something, with nothing left to commit.
+
+    Attributes:
+        length, packed_end, used: what their `counters` are.
+    """
+
+    layers: list[TurboQuantLayer]
+    length: int
+    packed_end: int
+    used: int
 
 
 class CacheEdits(DynamicCache):
@@ -61,17 +85,21 @@ class CacheEdits(DynamicCache):
             RuntimeError: layers hold different tokens (`forward_pass.py`).
         """
         self.forward_pass.require_over(self)
-        self.forward_pass.require_even(self)
-        layers = [layer for layer in self.packed_layers if layer.is_initialized]
-        for layer in layers:
-            layer.flush()
-        return layers
+        return [layer for settled in self._settle().values() for layer in settled.layers]
 
-    def _settled_by_table(self) -> dict[BlockTable, list[TurboQuantLayer]]:
-        """The same by the block table that they share."""
-        settled: dict[BlockTable, list[TurboQuantLayer]] = {}
-        for layer in self._settled_layers():
-            settled.setdefault(layer.table, []).append(layer)
+    def _settle(self) -> dict[BlockTable, Settled]:
+        """The same by table, of a cache whose forward pass is over. Counters on a device are read once, all together."""
+        by_table: dict[BlockTable, list[TurboQuantLayer]] = {}
+        for layer in self.packed_layers:
+            if layer.is_initialized:
+                layer.flush()
+                by_table.setdefault(layer.table, []).append(layer)
+        read = self.forward_pass.require_even(self)
+        settled = {}
+        for table, layers in by_table.items():
+            first = layers[0]
+            counters = read.get(first) or (first.length, first.packed_end, table.entries_to(first.packed_end))
+            settled[table] = Settled(layers, *counters)
         return settled
 
     def reset(self) -> None:
@@ -93,13 +121,13 @@ class CacheEdits(DynamicCache):
         """Remove the newest tokens. Packed pages are dropped or shortened, never rewritten.
 
         Args:
-            tokens_to_remove: minus the number of tokens to remove, from the layers that hold most where a forward pass has
-                ended early. 0 removes nothing, but ends what `activate_past_recording` began: sliding layers forget what
-                is no more in their window.
+            tokens_to_remove: minus the number of tokens to remove. 0 removes nothing, but ends what
+                `activate_past_recording` began: sliding layers forget what is no more in their window. Where a forward pass
+                has ended early, its tokens, which only some layers hold, have to be removed on their own first.
 
         Raises:
-            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or fewer
-                than only some of the layers hold. Nothing is changed then.
+            ValueError: a positive number, or more tokens than the cache holds, which `DynamicCache` would empty, or others
+                than those that only some of the layers hold. Nothing is changed then.
             RuntimeError: a layer with a sliding window or linear attention has forgotten what would be needed
                 (`activate_past_recording` before the tokens makes it keep more), or a static cache has no room for another
                 crop into its pages. Nothing is changed then.
@@ -110,12 +138,12 @@ class CacheEdits(DynamicCache):
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer, e.g. crop(-5)."
             )
         if not self.forward_pass.is_over(self):
-            tokens_to_remove = -self.forward_pass.mend(self, -tokens_to_remove)
-            if not tokens_to_remove:
-                return
-        settled = self._settled_by_table()
+            self.forward_pass.mend(self, -tokens_to_remove)
+            return
+        self.forward_pass.finish(self)
+        settled = self._settle()
         if settled:
-            length = max(int(layers[0].get_seq_length()) for layers in settled.values())
+            length = max(table.origin + held.length for table, held in settled.items())
             if -tokens_to_remove > length:
                 raise ValueError(
                     f"crop({tokens_to_remove}): the cache holds {length} tokens. Remove at most these, or call reset()."
@@ -124,7 +152,7 @@ class CacheEdits(DynamicCache):
             sliding.require_croppable(-tokens_to_remove)
         tables = settled.items() if tokens_to_remove < 0 else ()
         with self._alone():
-            crops = [_prepare_crop(table, layers, -tokens_to_remove) for table, layers in tables]
+            crops = [_prepare_crop(table, held, -tokens_to_remove) for table, held in tables]
             with self.forward_pass.edit("crop()", self._stock_layers) as change:
                 for layer in self._stock_layers:
                     layer.crop(tokens_to_remove)
@@ -139,51 +167,58 @@ class CacheEdits(DynamicCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`: pages are shared, exact tails copied."""
-        self._select_rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+        self._select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times; the copies share the packed pages."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats} is not possible: expected at least 1.")
-        rows = torch.arange(self._rows or 0).repeat_interleave(repeats)
-        self._select_rows(rows, lambda layer: _edit_rows(layer, "batch_repeat_interleave", repeats, rows))
+        self._select_rows(torch.arange(self._rows or 0).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices` (int64 indices or a bool mask)."""
-        self._select_rows(indices, lambda layer: _edit_rows(layer, "batch_select_indices", indices, indices))
+        self._select_rows(indices)
 
     @property
     def _rows(self) -> int | None:
         """Rows of the batch; None before the first token."""
-        return next((table.batch_size for table in self.tables if table.batch_size is not None), None)
+        known = (table.batch_size for table in self.tables if table.batch_size is not None)
+        if (rows := next(known, None)) is not None:
+            return rows
+        return next((len(held) for layer in self._stock_layers for held in contents(layer)[1].values()), None)
 
-    def _select_rows(self, indices: Tensor, edit_stock: Callable[[Any], None]) -> None:
-        """Make row i a copy of row `indices[i]`; `edit_stock` does so for one of transformers' layers."""
-        rows = self._rows
-        if rows is None:
-            self.forward_pass.require_over(self)
-            with self.forward_pass.edit("an edit of rows", ()) as change:  # copies of all layers would take as much again
-                change.begin()
-                for layer in self._stock_layers:
-                    edit_stock(layer)
+    def _select_rows(self, indices: Tensor) -> None:
+        """Make row i a copy of row `indices[i]`."""
+        self.forward_pass.require_over(self)
+        if (rows := self._rows) is None:
             return
         chosen = self._chosen(indices, rows)
-        layers = self._settled_by_table()
-        index = torch.tensor(chosen, device="cpu")
-        states = [(layer, layer.selected_rows(index)) for settled in layers.values() for layer in settled]
+        settled = self._settle()
+        layers = [layer for held in settled.values() for layer in held.layers]
+        stock = largest_first(self._stock_layers)
+        index = _on_devices(torch.tensor(chosen, device="cpu"), [*layers, *stock])
+        grows = len(chosen) > rows
+        states = [layer.selected_rows(index[layer.device]) if grows else None for layer in layers]
+        spare = {} if grows else _spare_rows(layers, len(chosen))
+        kept = len(stock) if grows else 1
         with self._alone():
-            edits = {table: table.selected(chosen) for table in layers if not table.is_static}
-            with self.forward_pass.edit("an edit of rows", self._stock_layers) as change:
-                for layer in self._stock_layers:
-                    edit_stock(layer)
+            edits = {table: table.selected(chosen) for table in settled if not table.is_static}
+            with self.forward_pass.edit("an edit of rows", stock[:kept]) as change:
+                for layer in stock[:kept]:
+                    _reorder_stock(layer, index)
                 change.begin()
-                for table, settled in layers.items():
+                for layer in stock[kept:]:
+                    _reorder_stock(layer, index)
+                for table, held in settled.items():
                     if table.is_static:
-                        table.permute_rows(chosen, used=settled[0].counters.tolist()[2])
+                        table.permute_rows(chosen, held.used)
                     else:
                         table.take(edits[table])
-                for layer, state in states:
-                    layer.take(state)
+                for layer, state in zip(layers, states, strict=True):
+                    if state is None:
+                        layer.select_rows(index[layer.device], spare[layer.device])
+                    else:
+                        layer.take(state)
             for table in edits:
                 table.pages.compact()
 
@@ -220,10 +255,11 @@ class CacheEdits(DynamicCache):
 
         They share this cache's packed pages, which never change, and have copies of the rest (exact tokens, and
         transformers' own layers). Any of them, this one included, may be extended, cropped, reordered, reset, copied or
-        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. `nbytes` of each
-        counts the shared pages. Continuations that run side by side, as one batch, are `batch_repeat_interleave(n)`, which
-        shares pages in the same way: independent caches are what continuations at different times need (a system prompt,
-        the turns of a tree).
+        dropped without the others noticing, in a thread of its own too; a page is freed with its last user. On a GPU all of
+        them belong on one CUDA stream, as threads have it by default: a page that one frees may be another's at once, before
+        what the first has queued on a stream of its own has read it. `nbytes` of each counts the shared pages. Continuations
+        that run side by side, as one batch, are `batch_repeat_interleave(n)`, which shares pages in the same way:
+        independent caches are what continuations at different times need (a system prompt, the turns of a tree).
 
         Raises:
             ValueError: `n` is no positive integer, the cache is empty, or it is static: its tensors are preallocated for
@@ -265,10 +301,16 @@ class CacheEdits(DynamicCache):
             This cache.
 
         Raises:
+            TypeError: no device, such as a dtype.
             ValueError: a static cache whose layout has no kernels for that device.
         """
         if non_blocking is not None:
             return self
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"cache.to({device!r}): expected a device. Pages have no dtype, and exact tokens have that of the model's"
+                " states: a model in another dtype needs a new cache, or cache.reset()."
+            )
         target = torch.empty(0, device=device).device  # with an index, as tensors have it
         layers = self._settled_layers()
         for layer in layers:
@@ -287,17 +329,29 @@ class CacheEdits(DynamicCache):
         return self
 
 
-def _edit_rows(layer: Any, method: str, argument: Any, rows: Tensor) -> None:
-    """Repeat or select rows of transformers' layer. Recurrent states can only be reordered there, which takes any rows."""
-    if hasattr(layer, method):
-        getattr(layer, method)(argument)
-    elif len(rows):
-        layer.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
+def _on_devices(index: Tensor, layers: list[Any]) -> dict[torch.device | None, Tensor]:
+    """`index` on every device that these layers are on, copied there once; on the CPU for one that is on none yet."""
+    devices = {getattr(layer, "device", None) for layer in layers} | {None}
+    return {device: index if device is None else index.to(device) for device in devices}
 
 
-def _prepare_crop(table: BlockTable, layers: list[TurboQuantLayer], tokens: int) -> Callable[[], None]:
+def _reorder_stock(layer: Any, index: dict[torch.device | None, Tensor]) -> None:
+    """Choose rows of transformers' layer: its one method that takes any rows, and recurrent states along with keys."""
+    layer.reorder_cache(index[getattr(layer, "device", None)])
+
+
+@torch.inference_mode(False)
+def _spare_rows(layers: list[TurboQuantLayer], rows: int) -> dict[torch.device, Tensor]:
+    """What `select_rows` of these layers needs, to become so many rows: on each device enough for one tensor."""
+    largest: dict[torch.device, int] = {}
+    for layer in layers:
+        largest[layer.device] = max(largest.get(layer.device, 0), layer.largest_row)
+    return {device: torch.empty(rows * n, dtype=torch.uint8, device=device) for device, n in largest.items()}
+
+
+def _prepare_crop(table: BlockTable, held: Settled, tokens: int) -> Callable[[], None]:
     """What removes the newest tokens of the layers of one table, without a tensor of its own."""
-    before, packed_end, had_used = layers[0].counters.tolist()
+    layers, before, packed_end, had_used = held
     used, length = had_used, before - tokens
     cut = None
     if length < packed_end:
@@ -311,6 +365,6 @@ def _prepare_crop(table: BlockTable, layers: list[TurboQuantLayer], tokens: int)
             table.make_crop(cut)
         table.trim(length)
         for layer in layers:
-            layer.cut(counters, no_page_left)
+            layer.cut(length, packed_end, counters, no_page_left)
 
     return crop

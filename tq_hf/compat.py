@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
+
+# For a single token, models of older releases (5.17) ask whether a layer has a state, and write the convolution's in place;
+# newer ones (5.24) get it from the cache.
+ASKS_BEFORE_WRITING = not hasattr(Cache, "get_conv_state")
 
 
 def reset_layer(layer: Any) -> None:

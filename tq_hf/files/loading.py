@@ -442,7 +442,8 @@ def _fill_packed(file: SavedFile, i: int, layer: TurboQuantLayer, state: _Packed
     layer.lazy_initialization(key, value)
     for name in (*layer.row_state_names(), "flags"):
         getattr(layer, name).copy_(file.tensor(prefix + name))
-    layer.cut(torch.tensor(state.counters, dtype=torch.int32, device="cpu"), no_page_left=False)
+    counters = torch.tensor(state.counters, dtype=torch.int32, device="cpu")
+    layer.cut(state.counters[0], state.counters[1], counters, no_page_left=False)
 
 
 def _fill_stock(file: SavedFile, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:

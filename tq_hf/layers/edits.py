@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import is_out_of_memory
 from ..pages.table import BlockTable
 from .packed_kv import Step
 
@@ -25,13 +26,24 @@ NOTHING: dict[str, Tensor] = {}
 class Before(NamedTuple):
     """What a layer was before the tokens of the forward pass under way, as far as they change it (and but for its flags).
 
-    Of exact tokens nothing is kept for a decode step: what it overwrites in the ring is in a page since long.
+    Of the ring, these are the tokens in no page yet whose slots others take: for a decode step, none.
+
+    Attributes:
+        copies: whole tensors, by name.
+        overwritten: what was in `slots` of the ring's tensors, by name.
+        slots: int64 on the layer's device.
     """
 
     length: int
     packed_end: int
     is_empty: bool
-    copies: dict[str, Tensor]  # of tensors by name
+    copies: dict[str, Tensor] = NOTHING
+    overwritten: dict[str, Tensor] = NOTHING
+    slots: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.copies.values(), *self.overwritten.values(), *([] if self.slots is None else [self.slots])]
 
 
 class LayerEdits:
@@ -90,18 +102,26 @@ class LayerEdits:
     # -- a forward pass that ended early ---------------------------------------------------------------------------------
     def _as_it_is(self, step: Step, due: int, learns: bool) -> Before:
         """What `take_back` needs to undo the commit of a step that packs `due` pages and may make balance factors."""
-        if not due and not learns and step.new == 1:
-            return Before(self.length, self.packed_end, self.is_empty, NOTHING)
+        found = self._overwritten(step.new, due)
+        if not (found or learns):  # as in most decode steps
+            return Before(self.length, self.packed_end, self.is_empty)
         names: tuple[str, ...] = ()
-        if self.length and self.length + step.new - self.packed_end > self.ring_key.shape[2]:
-            names += RING  # it is going to overwrite tokens that are in no page yet
         if learns:
-            names += BALANCE_STATE if due else ("query_energy",)  # factors are made with the first page
-        return Before(self.length, self.packed_end, self.is_empty, self._copied(names) if names else NOTHING)
+            names = BALANCE_STATE if due else ("query_energy",)  # factors are made with the first page
+        with torch.inference_mode(False):
+            copies = {name: getattr(self, name).clone() for name in names}
+            slots = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.device)
+            overwritten = {name: getattr(self, name).index_select(2, slots) for name in RING if found}
+        return Before(self.length, self.packed_end, self.is_empty, copies, overwritten, slots)
 
-    @torch.inference_mode(False)
-    def _copied(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        return {name: getattr(self, name).clone() for name in names}
+    def _overwritten(self, new: int, due: int) -> list[int]:
+        """Slots of the ring that have a token which is in no page, and get another one with `new` tokens and `due` pages."""
+        ring, total = self.ring_key.shape[2], self.length + new
+        if total - self.packed_end <= ring:
+            return []
+        stays = max(self.length, self.packed_end + due * self.config.page_size)  # the first of those that stay exact
+        taken = {position % ring for position in range(stays, total)}
+        return [slot for position in range(self.packed_end, self.length) if (slot := position % ring) in taken]
 
     def can_take_back(self, length: int) -> bool:
         """Whether `take_back` leaves so many tokens, from the sequence's start."""
@@ -115,42 +135,76 @@ class LayerEdits:
         self.pending = None
         if not was_committed or self.before is None:
             return
-        length, packed_end, self.is_empty, copies = self.before
+        length, packed_end, self.is_empty, copies, overwritten, slots = self.before
         used = self.table.entries_to(packed_end)
         self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
         self.length, self.packed_end = length, packed_end
         for name, tensor in copies.items():
             setattr(self, name, tensor)
+        for name, tensor in overwritten.items():
+            getattr(self, name).index_copy_(2, slots, tensor)
         self.table.take_back(length)
         self.before, self.is_torn = None, False
 
     # -- edits of a layer at rest ----------------------------------------------------------------------------------------
-    def cut(self, counters: Tensor, no_page_left: bool) -> None:
+    def cut(self, length: int, packed_end: int, counters: Tensor, no_page_left: bool) -> None:
         """Forget positions, as the table has done (`BlockTable.crop`); factors go with the last page.
 
         Args:
-            counters: int32 [3] on the CPU, those that the layer has then.
+            length, packed_end: what remains.
+            counters: the same and the entries in use, int32 [3] on the CPU.
         """
-        self.length, self.packed_end, _ = counters.tolist()
+        self.length, self.packed_end = length, packed_end
         self.is_empty = self.length == 0
         if no_page_left:
             self._forget_balance()
         self.counters.copy_(counters)
 
     @torch.inference_mode(False)
-    def selected_rows(self, indices: Tensor) -> dict[str, Tensor]:
-        """Copies of the exact parts of rows, by name: what `take` puts in their place."""
-        index = indices.to(self.device)
+    def selected_rows(self, index: Tensor) -> dict[str, Tensor]:
+        """Dynamic mode: copies of the exact parts of rows, by name: what `take` puts in their place.
+
+        Args:
+            index: int64 on the layer's device, a row for each row to be.
+        """
         return {name: getattr(self, name).index_select(0, index) for name in self.row_state_names()}
 
     def take(self, state: dict[str, Tensor]) -> None:
-        """Hold these tensors in place of those of the same names; the static mode keeps its addresses."""
+        """Hold these tensors in place of those of the same names."""
         self._valid = None
         for name, tensor in state.items():
-            if self.table.is_static:
-                getattr(self, name).copy_(tensor)
-            else:
-                setattr(self, name, tensor)
+            setattr(self, name, tensor)
+
+    @property
+    def largest_row(self) -> int:
+        """Bytes that a row takes in the largest tensor of exact parts."""
+        return max(held.nbytes // len(held) for held in (getattr(self, name) for name in self.row_state_names()))
+
+    @torch.inference_mode(False)
+    def select_rows(self, index: Tensor, spare: Tensor) -> None:
+        """As `take` of `selected_rows`, for no more rows than there are, one tensor after the other.
+
+        Where there is no memory for one, it is written in place, by way of `spare`. A layer that had to drop rows so has its
+        old memory until its next such edit. The static mode keeps all addresses.
+
+        Args:
+            spare: uint8 on the layer's device, `largest_row` bytes or more for each row of `index`.
+        """
+        self._valid = None
+        for name in self.row_state_names():
+            held = getattr(self, name)
+            try:
+                chosen = held.index_select(0, index)
+                stays = self.table.is_static
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shape, stays = (len(index), *held.shape[1:]), True
+                chosen = spare[: held.nbytes // len(held) * len(index)].view(held.dtype).view(shape)
+                torch.index_select(held, 0, index, out=chosen)
+            if stays:
+                chosen = (held if len(index) == len(held) else held[: len(index)]).copy_(chosen)
+            setattr(self, name, chosen)
 
     @torch.inference_mode(False)
     def fork(self, table: BlockTable) -> Any:

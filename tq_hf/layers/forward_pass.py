@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from ..pages.table import BlockTable
 from .checks import UNEVEN
@@ -25,31 +26,41 @@ if TYPE_CHECKING:
 
 ATTENTION = ("attention",)  # the state of a layer that keys and values are for; a linear one has several, by name and number
 RESET = "Call cache.reset(), or go on from a fork or a file of an earlier state."
+# Transformers' own that every forward pass updates; the first two tell on the host how many tokens they hold.
+COUNTING = (DynamicLayer, DynamicSlidingWindowLayer)
+STATIC = (StaticLayer, StaticSlidingWindowLayer)
+IF_NOTHING_FAILED = (
+    "If nothing has failed: all layers take a forward pass's tokens before any takes more, and a model that has fewer"
+    " layers than its config says needs a cache of a config with as many (num_hidden_layers)."
+)
 
 
 class Change:
     """How far an edit of a cache is."""
 
     has_begun = False
+    kept: list[Any]  # what stock layers were
 
     def begin(self) -> None:
         """All that can fail has been done. Packed layers change from here on: if that ends halfway, only `reset` helps."""
         self.has_begun = True
+        self.kept.clear()
 
 
 class ForwardPass:
     """The updates that a cache has got in the newest forward pass, and edits that were interrupted.
 
-    Packed layers say themselves how many tokens they hold, and give back those of an update that fails. Of transformers' own
-    layers, whose states may tell nothing, a state counts as updated when a model has asked for the update, or for the state,
-    which some models write in place.
+    Packed layers of a growing cache say themselves how many tokens they hold, and give back those of an update that fails;
+    of a static one, it is known which were updated. Of transformers' own layers, whose states may tell nothing, a state
+    counts as updated when a model has asked for the update, or for the state, which some models write in place.
 
     Attributes:
         seen: the updates, each a layer and which of its states.
-        start: tokens that the cache held before.
         stock: the layers of transformers' own (or such parts of hybrid ones) among them.
-        expected: the same of the layers behind the last packed one, in earlier forward passes; by whether these had a single
-            token, for which models may have other code.
+        looked_at: layers whose states a model could have written in place before anything else was updated, with these
+            states and copies of what they were: where they are the same when the next pass begins, somebody has only looked.
+        start: tokens that the cache held before (dynamic mode).
+        expected: `stock` of the first forward pass, and so of each; None until one is over.
         has_failed: whether an update of this pass has failed.
         has_gaps: whether layers were updated in compiled code, which is not seen here: one that is not, in the same forward
             pass, does not begin another.
@@ -58,9 +69,10 @@ class ForwardPass:
 
     def __init__(self) -> None:
         self.seen: set[object] = set()
-        self.start = 0
         self.stock: set[int] = set()
-        self.expected: dict[bool, set[int]] = {}
+        self.looked_at: list[tuple[int, Tensor, Tensor]] = []
+        self.start = 0
+        self.expected: set[int] | None = None
         self.unfinished: str | None = None
         self.has_failed = self.has_gaps = False
 
@@ -71,29 +83,45 @@ class ForwardPass:
             RuntimeError: another forward pass has not reached all layers.
         """
         update = _update(layer_idx, state)
-        if not self.seen or update in self.seen:
+        goes_back = self.looked_at and layer_idx < self.looked_at[-1][0]  # after somebody has looked at a later layer
+        if not self.seen or update in self.seen or goes_back:
             self._begin(cache)
         is_stock = state is not ATTENTION or layer_idx not in cache.packed_indices
-        is_late = is_stock and layer_idx > cache.last_packed and bool(self.expected)
-        if is_late and layer_idx not in set().union(*self.expected.values()):
+        is_late = is_stock and layer_idx > cache.last_packed
+        # The two are the same set where somebody has read the cache before a first pass came to its last layers.
+        if is_late and self.expected is not None and layer_idx not in self.expected and self.expected is not self.stock:
             raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
         self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
         if is_stock:
             self.stock.add(layer_idx)
 
+    def look(self, cache: TurboQuantCache, layer_idx: int, state: tuple[object, ...], held: Tensor) -> None:
+        """Called before a model gets a state that it may write in place, and update by name after that.
+
+        Raises:
+            RuntimeError: as of `enter`.
+        """
+        if _update(layer_idx, state) in self.seen:  # by a pass that ended early: nobody updates first and then looks
+            self._begin(cache)
+        self.enter(cache, layer_idx, (*state, "in place"))
+        if len(self.seen) == len(self.looked_at) + 1:
+            self.looked_at.append((layer_idx, held, held.clone()))
+
     def _begin(self, cache: TurboQuantCache) -> None:
         """Another forward pass comes to its first layer."""
-        is_static = cache.table.is_static
         if (self.seen or self.has_failed) and not self.has_gaps:
             self.require_over(cache)
+        self._forget_updates()
         self.has_failed = self.has_gaps = False
-        if self.seen:
-            if not is_static and cache.last_packed + 1 < len(cache.layers):
-                self.expected[self._is_one_token(cache)] = {i for i in self.stock if i > cache.last_packed}
-            self.seen, self.stock = set(), set()
-        if not is_static:
-            packed = cache.packed_layers
+        packed = cache.packed_layers
+        if cache.table.is_static:
+            for layer in packed:
+                layer.has_dropped = False
+        else:
             self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
+
+    def _forget_updates(self) -> None:
+        self.seen, self.stock, self.looked_at = set(), set(), []
 
     def leave(self, layer_idx: int) -> None:
         """A layer's update failed: a packed one has refused its tokens, or was interrupted once it had them, which the next
@@ -112,7 +140,7 @@ class ForwardPass:
         change = Change()
         self.unfinished = name
         try:
-            with all_or_nothing(stock):
+            with all_or_nothing(stock) as change.kept:
                 yield change
         except BaseException:
             if not change.has_begun:
@@ -122,7 +150,8 @@ class ForwardPass:
 
     def forget(self) -> None:
         """There is no forward pass any more that might not be over."""
-        self.seen, self.stock, self.unfinished, self.has_failed = set(), set(), None, False
+        self._forget_updates()
+        self.unfinished, self.has_failed = None, False
 
     # -- did it reach all layers? --------------------------------------------------------------------------------------
     def require_over(self, cache: TurboQuantCache) -> None:
@@ -131,60 +160,89 @@ class ForwardPass:
         Raises:
             RuntimeError: saying which layers do not, and what to do.
         """
-        if self.is_over(cache):
-            if not cache.table.is_static:
-                _drop_reserved(cache.packed_layers)
-            return
-        self._require_mendable(cache)
-        ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
-        raise RuntimeError(
-            f"the last forward pass ended early, by an error or an interrupt: only {ahead} hold its tokens. Call"
-            f" cache.crop({self.start - longest(cache)}) to take them back, which leaves {self.start} tokens in all layers,"
-            " or cache.reset()."
-        )
+        if not self.is_over(cache):
+            self._require_mendable(cache)
+            raise RuntimeError(
+                f"{self._seen_so_far(cache)}. Call cache.crop({self.start - longest(cache)}) to take them back, which leaves"
+                f" {self.start} tokens in all layers, or cache.reset(). {IF_NOTHING_FAILED}"
+            )
+        self.finish(cache)
 
-    def require_even(self, cache: TurboQuantCache) -> None:
+    def finish(self, cache: TurboQuantCache) -> None:
+        """What is left to do once `is_over` has said so."""
+        if self._has_come(cache):
+            if self.seen and not self.has_gaps and self.expected is None:
+                self.expected = self.stock
+        elif not cache.table.is_static:
+            _drop_reserved(cache.packed_layers)
+
+    def require_even(self, cache: TurboQuantCache) -> dict[TurboQuantLayer, list[int]]:
         """As `require_over`, of the lengths that a static cache has on its device; for edits, which read them anyway.
+
+        Returns:
+            The counters of a static cache's layers that hold something.
 
         Raises:
             RuntimeError: packed layers hold different tokens.
         """
-        if cache.table.is_static:
-            lengths = {_with_pending(layer) for layer in cache.packed_layers}
-            if len(lengths) > 1:
-                raise RuntimeError(UNEVEN)
+        if not cache.table.is_static:
+            return {}
+        counters = _counters_of([layer for layer in cache.packed_layers if layer.is_initialized])
+        lengths = set()
+        for layer in cache.packed_layers:
+            held = counters[layer][0] if layer in counters else 0
+            lengths.add(held + (0 if layer.pending is None else layer.pending.new))
+        if len(lengths) > 1:
+            raise RuntimeError(UNEVEN)
+        return counters
 
     def is_over(self, cache: TurboQuantCache) -> bool:
         """Whether all layers have got the tokens of the newest forward pass, or none has."""
         if self.unfinished is not None or any(table.is_torn for table in cache.tables):
             return False
-        layers, is_static = cache.packed_layers, cache.table.is_static
-        lengths = set()
-        for layer in layers:
-            if layer.is_torn:
-                return False
-            if not is_static:  # otherwise they are on the device: `TurboQuantLayer` compares them there
-                lengths.add(layer.get_seq_length())
-        if is_static:
-            return True
-        if len(lengths) > 1:
+        packed = [cache.layers[i] for i in cache.packed_indices]
+        if any(layer.is_torn for layer in packed):
             return False
-        if lengths == {self.start}:
+        if not cache.table.is_static:
+            counting = (layer for layer in cache.layers if type(layer) in COUNTING)
+            if len({layer.get_seq_length() for layer in (*packed, *counting)}) > 1:
+                return False
+        if len(self.looked_at) == len(self.seen) and all(torch.equal(held, was) for _, held, was in self.looked_at):
+            self._forget_updates()
+        if not self.seen or self.has_gaps:
+            return True
+        if not self._has_come(cache):
             return not self.stock
-        return not (self.seen and self.expected) or self.expected.get(self._is_one_token(cache), set()) <= self.stock
+        if cache.table.is_static:
+            attention = {i for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in STATIC}
+            if not attention <= set(self._ahead(cache)):
+                return False
+        return self.expected is None or self.expected <= self.stock
 
-    def _is_one_token(self, cache: TurboQuantCache) -> bool:
-        return longest(cache) - self.start == 1
+    def _has_come(self, cache: TurboQuantCache) -> bool:
+        """Whether some packed layer (of a model without any: some layer) has got tokens of this pass."""
+        if cache.table.is_static:
+            return any(self._holds(cache, i) for i in cache.packed_indices) or not cache.packed_indices
+        packed = cache.packed_layers
+        return bool(packed[0].get_seq_length() != self.start) if packed else longest(cache) != self.start
+
+    def _holds(self, cache: TurboQuantCache, layer_idx: int) -> bool:
+        """Whether a packed layer holds tokens of this pass, or has ended halfway."""
+        layer = cache.layers[layer_idx]
+        if cache.table.is_static:  # whose lengths are on the device
+            return layer.is_torn or (layer_idx in self.seen and not layer.has_dropped)
+        return layer.is_torn or bool(layer.get_seq_length() > self.start)
+
+    def _seen_so_far(self, cache: TurboQuantCache) -> str:
+        ahead = f"{_listed(self._ahead(cache))} of {len(cache.layers)}"
+        return f"the last forward pass ended early, by an error or an interrupt: only {ahead} hold its tokens"
 
     def _ahead(self, cache: TurboQuantCache) -> list[int]:
         """The layers that hold tokens of a forward pass that is not over."""
 
-        def is_ahead(i: int, layer: Any) -> bool:
-            if i in self.stock or not isinstance(layer, TurboQuantLayer):
-                return i in self.stock
-            return layer.is_torn or bool(layer.get_seq_length() > self.start)
-
-        return [i for i, layer in enumerate(cache.layers) if is_ahead(i, layer)]
+        return [
+            i for i in range(len(cache.layers)) if i in self.stock or (i in cache.packed_indices and self._holds(cache, i))
+        ]
 
     # -- mending -------------------------------------------------------------------------------------------------------
     def _require_mendable(self, cache: TurboQuantCache) -> None:
@@ -193,36 +251,32 @@ class ForwardPass:
             raise RuntimeError(f"{self.unfinished} of this cache was interrupted, and not all layers have changed. {RESET}")
         if any(table.is_torn for table in cache.tables):
             raise RuntimeError(f"a change of this cache's block table was interrupted. {RESET}")
+        lost = self._seen_so_far(cache)
         if cache.table.is_static:
-            raise RuntimeError(UNEVEN)
-        lost = "the last forward pass ended early, by an error or an interrupt, and not all layers hold its tokens"
+            raise RuntimeError(f"{lost}. A static cache cannot take them back: call cache.reset(). {IF_NOTHING_FAILED}")
         for i in self._ahead(cache):
             layer = cache.layers[i]
             if i in self.stock and (isinstance(layer, HybridLayer) or type(layer) is not DynamicLayer):
                 raise RuntimeError(f"{lost}. Layer {i}, a {type(layer).__name__}, cannot give them back. {RESET}")
             if i not in self.stock and not layer.can_take_back(self.start):
-                raise RuntimeError(f"{lost}. Layer {i} cannot give them back any more. {RESET}")
+                raise RuntimeError(f"{lost}. Layer {i} cannot give them back any more. {RESET} {IF_NOTHING_FAILED}")
 
-    def mend(self, cache: TurboQuantCache, tokens_to_remove: int) -> int:
-        """Take back the tokens of a forward pass that is not over.
+    def mend(self, cache: TurboQuantCache, tokens_to_remove: int) -> None:
+        """Take back the tokens of a forward pass that is not over, as `is_over` says.
 
         Args:
-            cache: whose forward pass this is; `is_over` says that it is not.
             tokens_to_remove: what `crop` is asked to remove from the layers that hold most.
 
-        Returns:
-            The tokens that remain to be removed.
-
         Raises:
-            RuntimeError: they cannot be taken back.
-            ValueError: fewer are to be removed.
+            RuntimeError: they cannot be taken back. Nothing is changed then.
+            ValueError: these are not the tokens to remove. Nor then.
         """
         self._require_mendable(cache)
         extra = longest(cache) - self.start
-        if tokens_to_remove < extra:
+        if tokens_to_remove != extra:
             raise ValueError(
                 f"crop({-tokens_to_remove}): the last forward pass ended early, and only some layers hold its {extra}"
-                " tokens: remove at least these."
+                f" tokens. Call cache.crop({-extra}) to remove these from there, before all layers are cropped."
             )
         for i in self._ahead(cache):
             layer = cache.layers[i]
@@ -231,7 +285,6 @@ class ForwardPass:
             else:
                 layer.keys, layer.values = _first(layer.keys, self.start), _first(layer.values, self.start)
         self.forget()
-        return tokens_to_remove - extra
 
 
 def _update(layer_idx: int, state: tuple[object, ...]) -> object:
@@ -249,10 +302,15 @@ def _drop_reserved(layers: Sequence[TurboQuantLayer]) -> None:
             table.drop_entries(packed_end)
 
 
-def _with_pending(layer: TurboQuantLayer) -> int:
-    """Tokens of a static layer, those included that it has yet to take in. Reads the device."""
-    held = layer.counters.tolist()[0] if layer.is_initialized else 0
-    return held + (0 if layer.pending is None else layer.pending.new)
+def _counters_of(layers: Sequence[TurboQuantLayer]) -> dict[TurboQuantLayer, list[int]]:
+    """What `counters` of each layer are. Each device is waited for once, not once a layer."""
+    by_device: dict[torch.device, list[TurboQuantLayer]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.device, []).append(layer)
+    read: dict[TurboQuantLayer, list[int]] = {}
+    for held in by_device.values():
+        read |= zip(held, torch.stack([layer.counters for layer in held]).tolist(), strict=True)
+    return read
 
 
 def longest(cache: TurboQuantCache) -> int:

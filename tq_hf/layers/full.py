@@ -46,6 +46,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
     is_croppable = True
     supports_early_init = True
     index: int | None = None  # in its cache, for messages
+    has_dropped = False  # whether it has forgotten the tokens of the newest forward pass; static mode
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         rotary: Rotary | None = None,
         guards_capacity: bool = False,
     ) -> None:
-        super().__init__()
+        # Not `CacheLayerMixin.__init__`, which would set `keys` and `values`.
         self.rotary = rotary
         self.guards_capacity = guards_capacity
         self.last_layer: TurboQuantLayer | None = None  # static mode: the last one of the cache, where this is the first
@@ -132,7 +133,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         if self.pending is not None:
             state += [self.pending.key, self.pending.value]
         if self.before is not None:
-            state += self.before.copies.values()
+            state += self.before.tensors
         return state
 
     @property
@@ -164,8 +165,8 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         if self.guards_capacity:
             self._check_capacity(key_states.shape[2])
         self._make_way(key_states.shape[2])
-        self.pending = step = Step(self, key_states, value_states, self.is_empty, self.length)
-        return PackedKV(step, is_key=True), PackedKV(step, is_key=False)
+        self.pending = step = Step(key_states, value_states, self.is_empty, self.length, self.table.origin)
+        return PackedKV(self, step, is_key=True), PackedKV(self, step, is_key=False)
 
     def _make_way(self, new: int) -> None:
         """Called before `new` tokens come in: a layer that forgets does so here."""
@@ -301,8 +302,8 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
                 self.take_back()
             raise
         self.is_torn = False
-        for layer in step.ends:
-            if isinstance(layer, TurboQuantLayer):
+        if step.ends is not None and (cache := step.ends()) is not None:
+            for layer in cache.packed_layers:
                 layer.before = None
 
     def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
@@ -388,6 +389,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         """Forget tokens that attention refused or failed on, as if `update` had not been called."""
         if self.pending is step:
             self.pending = None
+            self.has_dropped = True
 
     def flush(self) -> None:
         """Commit tokens that no attention function has looked at."""
@@ -427,6 +429,10 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             return None, None
         self.flush()
         return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
+
+    # As users of transformers read them. Each read dequantizes the layer: `for keys, values, window in cache` does so once.
+    keys = property(lambda self: self.unpacked()[0])
+    values = property(lambda self: self.unpacked()[1])
 
     @property
     def batch_size(self) -> int:

@@ -7,15 +7,16 @@ same path; anything else sees a dense tensor, dequantized when it is first neede
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from ..cache import TurboQuantCache
     from .full import TurboQuantLayer
 
 
@@ -23,7 +24,8 @@ class Step:
     """The tokens of one `update`, shared by the key's and the value's handle.
 
     They are committed (appended to the exact tail, pages packed where due) once attention has seen them, since only
-    attention knows the padding.
+    attention knows the padding. Until then the layer holds the step. The step knows neither the layer nor, but weakly, the
+    cache: one that is dropped then must free its memory at once, not when the garbage collector finds a cycle.
 
     Attributes:
         key, value: [B, H, n, D / Dv], the raw states.
@@ -31,22 +33,19 @@ class Step:
         new: n, the number of these tokens.
         is_first: nothing was cached before; attention over the raw states is complete.
         start: positions cached before these tokens (host knowledge; the dynamic mode only), counted from `origin`.
-        origin: the layer's `BlockTable.origin` when they came.
+        origin: the `BlockTable.origin` of the layer when they came.
         committed: whether the layer has taken the tokens in.
         read: in code that is being compiled, what was last read of the layer's state; it has to be read before `commit`.
-        ends: the cache's layers, if this step is the last of a forward pass, which is over when it is committed.
+        ends: the cache, if this step is the last of a forward pass, which is over when it is committed.
     """
 
-    __slots__ = (
-        "committed", "dense", "ends", "is_first", "key", "layer", "new", "origin", "read", "rows", "start", "value"
-    )  # fmt: skip
+    __slots__ = ("committed", "dense", "ends", "is_first", "key", "new", "origin", "read", "rows", "start", "value")
 
-    def __init__(self, layer: TurboQuantLayer, key: Tensor, value: Tensor, is_first: bool, start: int) -> None:
-        self.layer = layer
+    def __init__(self, key: Tensor, value: Tensor, is_first: bool, start: int, origin: int) -> None:
         self._take(key, value)
-        self.is_first, self.start, self.origin = is_first, start, layer.table.origin
+        self.is_first, self.start, self.origin = is_first, start, origin
         self.committed = False
-        self.ends: Sequence[Any] = ()
+        self.ends: ref[TurboQuantCache] | None = None
         self.read: Tensor | None = None
         self.dense: tuple[Tensor, Tensor] | None = None
 
@@ -65,9 +64,11 @@ class Step:
         memo[id(self)] = twin = object.__new__(Step)
         twin._take(self.key.detach().clone(), self.value.detach().clone())
         twin.is_first, twin.start, twin.origin = self.is_first, self.start, self.origin
-        twin.committed, twin.dense, twin.read, twin.ends = self.committed, None, None, ()
-        twin.layer = copy.deepcopy(self.layer, memo)
+        twin.committed, twin.dense, twin.read, twin.ends = self.committed, None, None, None
         return twin
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:  # for pickling, which takes no weak references
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"ends": None}
 
 
 def _row_vectors(states: Tensor) -> Tensor:
@@ -82,10 +83,10 @@ class PackedKV:
     `shape`, `dtype`, `device`, `size()`, `dim()` cost nothing; every other use dequantizes the history once.
     """
 
-    __slots__ = ("is_cut", "is_key", "repeats", "step")
+    __slots__ = ("is_cut", "is_key", "layer", "repeats", "step")
 
-    def __init__(self, step: Step, is_key: bool, repeats: int = 1, is_cut: bool = False) -> None:
-        self.step = step
+    def __init__(self, layer: TurboQuantLayer, step: Step, is_key: bool, repeats: int = 1, is_cut: bool = False) -> None:
+        self.layer, self.step = layer, step
         self.is_key = is_key
         self.repeats = repeats  # query heads a KV head, after transformers' repeat_kv
         self.is_cut = is_cut  # a static cache's first prompt, without the empty positions behind it
@@ -98,7 +99,7 @@ class PackedKV:
     @property
     def shape(self) -> torch.Size:
         batch, heads, new, dim = self.raw.shape
-        length = new if self.is_cut else self.step.layer.visible_length(self.step)
+        length = new if self.is_cut else self.layer.visible_length(self.step)
         return torch.Size((batch, heads * self.repeats, length, dim))
 
     @property
@@ -121,12 +122,11 @@ class PackedKV:
 
     def dense(self) -> Tensor:
         """The dequantized states as a tensor, [B, H * repeats, length, D]."""
-        layer = self.step.layer
         if self.is_cut:
-            or_drop(self.step, layer.commit, self.step, None)
+            or_drop(self, self.layer.commit, self.step, None)
             dense = self.raw
         else:
-            dense = or_drop(self.step, layer.dense, self.step)[0 if self.is_key else 1]
+            dense = or_drop(self, self.layer.dense, self.step)[0 if self.is_key else 1]
         return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ class PackedKV:
             if index == (every, every, None, every, every):  # the first step of transformers' repeat_kv
                 return _HeadRepeat(self)
             if self.step.is_first and index == (every, every, slice(None, self.raw.shape[2]), every):
-                return PackedKV(self.step, self.is_key, self.repeats, is_cut=True)
+                return PackedKV(self.layer, self.step, self.is_key, self.repeats, is_cut=True)
         return self.dense()[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +178,7 @@ def _operator(name: str) -> Any:
 for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(PackedKV, f"__r{_name}__", _operator(f"__r{_name}__"))
-for _name in ("neg", "abs"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"):  # compared by element and hashed by identity, as tensors
     setattr(PackedKV, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -201,7 +201,7 @@ class _HeadRepeat:
         wanted = sizes[0] if len(sizes) == 1 else sizes
         if tuple(wanted) == (batch, heads * self._repeats, length, dim):
             handle = self._handle
-            return PackedKV(handle.step, handle.is_key, handle.repeats * self._repeats, handle.is_cut)
+            return PackedKV(handle.layer, handle.step, handle.is_key, handle.repeats * self._repeats, handle.is_cut)
         return self._dense().reshape(*sizes)
 
     def _dense(self) -> Tensor:
@@ -234,8 +234,8 @@ def kept_positions(mask: Tensor, batch_size: int) -> Tensor:
     return seen.expand(batch_size, -1)
 
 
-def or_drop(step: Step, read: Callable[..., Any], *arguments: Any) -> Any:
-    """`read(*arguments)`; where it fails, the layer forgets the step, as if its tokens had not come.
+def or_drop(handle: PackedKV, read: Callable[..., Any], *arguments: Any) -> Any:
+    """`read(*arguments)`; where it fails, the layer forgets the handle's step, as if its tokens had not come.
 
     Otherwise a forward pass that failed here would leave tokens that the layer takes in later.
     """
@@ -244,15 +244,16 @@ def or_drop(step: Step, read: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return read(*arguments)
     except BaseException:
-        step.layer.drop(step)
+        handle.layer.drop(handle.step)
         raise
 
 
-def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def attend_first(query: Tensor, handle: PackedKV, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     """Attention over a first prompt's raw states by torch's own kernels: exact, and fastest while nothing is packed.
 
     Args:
         query: [B, Hq, q, D].
+        handle: of the keys or of the values.
         mask: complete bool mask [B or 1, 1, q or 1, >= n], or None.
 
     Returns:
@@ -261,8 +262,8 @@ def attend_first(query: Tensor, step: Step, mask: Tensor | None, is_causal: bool
     Raises:
         ValueError: a tensor on another device than the keys'.
     """
-    key, value = step.key, step.value
-    step.layer.require_device(step, query, mask)
+    key, value = handle.step.key, handle.step.value
+    handle.layer.require_device(handle.step, query, mask)
     group = query.shape[1] // key.shape[1]
     if mask is not None:
         mask = mask[..., : key.shape[2]]
@@ -294,19 +295,19 @@ def scaled_dot_product_attention(
     if packed and readable and dropout_p == 0.0 and (scale is None or scale > 0):
         assert isinstance(key, PackedKV) and isinstance(value, PackedKV)
         if key.step.is_first or not is_causal or query.shape[2] == key.shape[2]:
-            return or_drop(key.step, _attend, query, key, attn_mask, is_causal, scale)
+            return or_drop(key, _attend, query, key, attn_mask, is_causal, scale)
     return F.scaled_dot_product_attention(
         query, densify(key), densify(value), attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
 def _attend(query: Tensor, key: PackedKV, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
-    step, layer = key.step, key.step.layer
+    step, layer = key.step, key.layer
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
         layer.require_mask(key, query, mask)
     if step.is_first:
-        out = attend_first(query, step, mask, is_causal, scale)
+        out = attend_first(query, key, mask, is_causal, scale)
     else:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         out = layer.attend(step, query, mask, None, scaling, 0.0, causal=is_causal).transpose(1, 2)

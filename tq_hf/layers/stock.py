@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from ..reporting.memory import tensors_of
+
 # Those that can be saved, by name: what they hold is known. All are built from these numbers.
 SAVED_CLASSES = (
     "DynamicLayer",
@@ -30,13 +32,17 @@ NUMBERS = ("cumulative_length", "cumulative_length_int", "record_past")
 
 
 @contextmanager
-def all_or_nothing(layers: Sequence[Any]) -> Iterator[None]:
-    """Put these layers back as they were if the body fails."""
-    saved = [{name: _copied(value) for name, value in vars(layer).items()} for layer in layers]
+def all_or_nothing(layers: Sequence[Any]) -> Iterator[list[Any]]:
+    """Put these layers back as they were if the body fails.
+
+    Yields:
+        What they were, which keeps their tensors alive: the body may clear it once nothing is to be put back any more.
+    """
+    saved = [(layer, {name: _copied(value) for name, value in vars(layer).items()}) for layer in layers]
     try:
-        yield
+        yield saved
     except BaseException:
-        for layer, attributes in zip(layers, saved, strict=True):
+        for layer, attributes in saved:
             for name, value in attributes.items():
                 if isinstance(value, Tensor) and value.ndim == 0:
                     getattr(layer, name).copy_(value)  # a captured graph knows its address
@@ -50,6 +56,11 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     return value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+
+
+def largest_first(layers: Sequence[Any]) -> list[Any]:
+    """These layers by the bytes that they hold."""
+    return sorted(layers, key=lambda layer: sum(t.nbytes for t in tensors_of(vars(layer))), reverse=True)
 
 
 def move_stock(layer: Any, device: torch.device) -> None:

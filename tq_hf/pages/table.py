@@ -95,10 +95,13 @@ class BlockTable(TableEdits):
         if pages is not None:
             with pages.lock:
                 pages.users.discard(self)
-                self.__del__()
+                self._give_back_pages()
 
     def __del__(self) -> None:
         """A fork that is dropped gives its pages back. It takes no lock: it may run in the middle of anything."""
+        self._give_back_pages()
+
+    def _give_back_pages(self) -> None:
         pages: PagePool | None = self.__dict__.get("pages")
         if pages is not None and self.rows:
             pages.release_later(None if self.is_torn else self.rows)

@@ -51,7 +51,8 @@ class PageByPageLayer(TurboQuantLayer):
             )
         outputs = []
         for start, end in zip([0, *ends], ends):
-            piece = Step(self, step.key[:, :, start:end], step.value[:, :, start:end], False, step.start + start)
+            key, value = step.key[:, :, start:end], step.value[:, :, start:end]
+            piece = Step(key, value, False, step.start + start, self.table.origin)
             seen = None if mask is None else self._mask_of(piece, step, mask, start, end)
             some = query[:, :, start:end]
             outputs.append(super().attend(piece, some, seen, aux_sinks, *args, **kwargs))
