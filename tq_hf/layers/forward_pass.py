@@ -82,15 +82,16 @@ class ForwardPass:
         Raises:
             RuntimeError: another forward pass has not reached all layers.
         """
-        update = _update(layer_idx, state)
+        is_attention = state is ATTENTION
+        update = layer_idx if is_attention else (layer_idx, *state)
         goes_back = self.looked_at and layer_idx < self.looked_at[-1][0]  # after somebody has looked at a later layer
         if not self.seen or update in self.seen or goes_back:
             self._begin(cache)
-        is_stock = state is not ATTENTION or layer_idx not in cache.packed_indices
-        is_late = is_stock and layer_idx > cache.last_packed
-        # The two are the same set where somebody has read the cache before a first pass came to its last layers.
-        if is_late and self.expected is not None and layer_idx not in self.expected and self.expected is not self.stock:
-            raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+        is_stock = not is_attention or layer_idx not in cache.packed_indices
+        if is_stock and layer_idx > cache.last_packed and self.expected is not None:
+            # The two are one set where somebody has read the cache before a first pass came to its last layers.
+            if layer_idx not in self.expected and self.expected is not self.stock:
+                raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
         self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
         if is_stock:
             self.stock.add(layer_idx)
@@ -101,7 +102,7 @@ class ForwardPass:
         Raises:
             RuntimeError: as of `enter`.
         """
-        if _update(layer_idx, state) in self.seen:  # by a pass that ended early: nobody updates first and then looks
+        if (layer_idx, *state) in self.seen:  # by a pass that ended early: nobody updates first and then looks
             self._begin(cache)
         self.enter(cache, layer_idx, (*state, "in place"))
         if len(self.seen) == len(self.looked_at) + 1:
@@ -113,12 +114,11 @@ class ForwardPass:
             self.require_over(cache)
         self._forget_updates()
         self.has_failed = self.has_gaps = False
-        packed = cache.packed_layers
         if cache.table.is_static:
-            for layer in packed:
+            for layer in cache.packed_layers:
                 layer.has_dropped = False
         else:
-            self.start = int(packed[0].get_seq_length()) if packed else longest(cache)
+            self.start = next((int(layer.get_seq_length()) for layer in _counting(cache)), 0)
 
     def _forget_updates(self) -> None:
         self.seen, self.stock, self.looked_at = set(), set(), []
@@ -128,7 +128,7 @@ class ForwardPass:
         pass looks at. One of transformers' own may have changed all the same."""
         self.has_failed = True
         if layer_idx not in self.stock:
-            self.seen.discard(_update(layer_idx, ATTENTION))
+            self.seen.discard(layer_idx)
 
     @contextmanager
     def edit(self, name: str, stock: Sequence[Any]) -> Iterator[Change]:
@@ -200,13 +200,10 @@ class ForwardPass:
         """Whether all layers have got the tokens of the newest forward pass, or none has."""
         if self.unfinished is not None or any(table.is_torn for table in cache.tables):
             return False
-        packed = [cache.layers[i] for i in cache.packed_indices]
-        if any(layer.is_torn for layer in packed):
+        if any(cache.layers[i].is_torn for i in cache.packed_indices):
             return False
-        if not cache.table.is_static:
-            counting = (layer for layer in cache.layers if type(layer) in COUNTING)
-            if len({layer.get_seq_length() for layer in (*packed, *counting)}) > 1:
-                return False
+        if not cache.table.is_static and len({layer.get_seq_length() for layer in _counting(cache)}) > 1:
+            return False
         if len(self.looked_at) == len(self.seen) and all(torch.equal(held, was) for _, held, was in self.looked_at):
             self._forget_updates()
         if not self.seen or self.has_gaps:
@@ -220,11 +217,10 @@ class ForwardPass:
         return self.expected is None or self.expected <= self.stock
 
     def _has_come(self, cache: TurboQuantCache) -> bool:
-        """Whether some packed layer (of a model without any: some layer) has got tokens of this pass."""
+        """Whether layers that tell have got tokens of this pass; where none does, tokens may have come."""
         if cache.table.is_static:
             return any(self._holds(cache, i) for i in cache.packed_indices) or not cache.packed_indices
-        packed = cache.packed_layers
-        return bool(packed[0].get_seq_length() != self.start) if packed else longest(cache) != self.start
+        return next((layer.get_seq_length() != self.start for layer in _counting(cache)), True)
 
     def _holds(self, cache: TurboQuantCache, layer_idx: int) -> bool:
         """Whether a packed layer holds tokens of this pass, or has ended halfway."""
@@ -287,10 +283,6 @@ class ForwardPass:
         self.forget()
 
 
-def _update(layer_idx: int, state: tuple[object, ...]) -> object:
-    return layer_idx if state is ATTENTION else (layer_idx, *state)
-
-
 def _drop_reserved(layers: Sequence[TurboQuantLayer]) -> None:
     """Give back the entries that a forward pass reserved whose layers have all taken back its tokens."""
     packed_ends: dict[BlockTable, int] = {}
@@ -311,6 +303,11 @@ def _counters_of(layers: Sequence[TurboQuantLayer]) -> dict[TurboQuantLayer, lis
     for held in by_device.values():
         read |= zip(held, torch.stack([layer.counters for layer in held]).tolist(), strict=True)
     return read
+
+
+def _counting(cache: TurboQuantCache) -> Iterator[Any]:
+    """The layers that tell on the host how many tokens they hold (dynamic mode)."""
+    return (layer for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in COUNTING)
 
 
 def longest(cache: TurboQuantCache) -> int:

@@ -44,6 +44,7 @@ class BlockTable(TableEdits):
         self.sink_tokens = sink_tokens
         self.recent_window = recent_window
         self.max_cache_len = max_cache_len
+        self.is_static = max_cache_len is not None
         self.dense_read_noted = False
         self.slots = 0
         self.rows: list[list[int]] | None = None
@@ -53,10 +54,6 @@ class BlockTable(TableEdits):
         """The slot by which one more layer finds its pages."""
         self.slots += 1
         return self.slots - 1
-
-    @property
-    def is_static(self) -> bool:
-        return self.max_cache_len is not None
 
     def alone(self) -> AbstractContextManager[Any]:
         """Keep forks in other threads from the pages that they share with this table. Static tables share with none."""
