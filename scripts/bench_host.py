@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from tq_hf import TurboQuantCache, ops
 from tq_hf.attention import turboquant_attention
-from tq_hf.kernels.launch import Launcher, launch
+from tq_hf.kernels.launch import Call, Launcher, launch
 
 HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
 STEPS, STEPS_AT_ONCE = 320, 8
@@ -138,12 +138,12 @@ def bench_launch() -> list[dict[str, Any]]:
     tensors = tuple(torch.zeros(16, device="cuda") for _ in range(10))
     numbers, constants, options = tuple(range(2, 12)), dict.fromkeys("ABCDEF", 8), {"num_warps": 1}
     compiled = idle[(4, 2, 1)](*tensors, *numbers, **constants, **options)
-    launcher = Launcher(idle, options, constants)
+    call = Call(Launcher(idle, options, constants), (4, 2, 1), numbers)
     ways: dict[str, Callable[[], object]] = {
         "kernel[grid]": lambda: idle[(4, 2, 1)](*tensors, *numbers, **constants, **options),
         "compiled[grid]": lambda: compiled[(4, 2, 1)](*tensors, *numbers, *constants.values()),
         "launch": lambda: launch(idle, (4, 2), options, (*tensors, *numbers), **constants),
-        "Launcher": lambda: launcher((4, 2, 1), tensors, numbers),
+        "Call": lambda: call(*tensors),
     }
     rows = []
     for name, run in ways.items():

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from tq_hf.kernels import launch as launching
-from tq_hf.kernels.launch import Launcher, driver_launch, launch
+from tq_hf.kernels.launch import Call, Launcher, driver_launch, launch
 
 on_gpu = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 CONSTANTS = {"WIDTH": 8}
@@ -67,9 +67,9 @@ def stream(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
 
 def test_a_launch_that_looks_like_an_earlier_one_goes_to_the_driver() -> None:
     kernel = FakeKernel()
-    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    call = Call(Launcher(kernel, OPTIONS, CONSTANTS), (6, 2, 1), (6, 0.5, None))
     for _ in range(3):
-        launcher((6, 2, 1), (X, None), (6, 0.5, None))
+        call(X, None)
     assert kernel.launches == [
         ("compiled", (6, 2, 1), (X, None, 6, 0.5, None, 8)),
         *[("driver", (6, 2, 1), (X.data_ptr(), None, 6, 0.5, None, 8))] * 2,
@@ -119,27 +119,30 @@ def test_numbers_that_triton_does_not_specialize_on_may_change() -> None:
     kernel.params = [SimpleNamespace(do_not_specialize=name in ("b", "c")) for name in ("p_x", "a", "b", "c", "d", "WIDTH")]
     launcher = Launcher(kernel, OPTIONS, CONSTANTS)
     for i, numbers in enumerate([(6, 1, 16, 0.5), (6, 2, 17, 0.5), (6, -3, 16, 0.5)]):
-        launcher((1, 1, 1), (X,), numbers)
+        Call(launcher, (1, 1, 1), numbers)(X)
         assert kernel.compilations == 1 and kernel.launches[i][2] == (*((X.data_ptr(),) if i else (X,)), *numbers, 8)
     for numbers in ((7, 1, 16, 0.5), (6, 1, 1 << 31, 0.5), (6, 1, 16, None)):
-        launcher((1, 1, 1), (X,), numbers)
+        Call(launcher, (1, 1, 1), numbers)(X)
     assert kernel.compilations == 4
 
 
 def test_each_misaligned_tensor_counts() -> None:
     kernel = FakeKernel()
-    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
-    for tensors in ((X[1:], X), (X, X[1:]), (X[1:], X[1:])) * 2:
-        launcher((1, 1, 1), tensors, (5,))
-    assert kernel.compilations == 3
+    call = Call(Launcher(kernel, OPTIONS, CONSTANTS), (1, 1, 1), (5,))
+    for tensors in ((X[1:], X), (X, X[1:]), (X[1:], X[1:]), (X, None)) * 3:
+        call(*tensors)
+    assert kernel.compilations == 4
+    assert [arguments[:2] for _, _, arguments in kernel.launches[4:8]] == [
+        (X[1:].data_ptr(), X.data_ptr()), (X.data_ptr(), X[1:].data_ptr()), (X[1:].data_ptr(),) * 2, (X.data_ptr(), None)
+    ]  # fmt: skip
 
 
 def test_each_device_has_its_own() -> None:
     kernel = FakeKernel()
-    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
-    for device in (0, 1, 0, 1):
+    call = Call(Launcher(kernel, OPTIONS, CONSTANTS), (1, 1, 1), (5,))
+    for device in (0, 1, 0, 1, 0, 1):
         tensor: Any = SimpleNamespace(data_ptr=lambda: 512, get_device=lambda device=device: device)
-        launcher((1, 1, 1), (tensor,), (5,))
+        call(tensor)
     assert kernel.compilations == 2
 
 
@@ -147,26 +150,25 @@ def test_a_launcher_does_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launching, "KNOWN", 4)
     launcher = Launcher(FakeKernel(), OPTIONS, CONSTANTS)
     for n in range(2, 20):
-        launcher((1, 1, 1), (X,), (n,))
-        assert len(launcher._compiled) <= 4
+        Call(launcher, (1, 1, 1), (n,))(X)
+        assert len(launcher.compiled) <= 4
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("chained", [True, False])
 def test_profilers_are_told(name: str, chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel()
-    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
-    arguments: Any = ((1, 1, 1), (X,), (5,))
-    launcher(*arguments)
-    launcher(*arguments)
+    call = Call(Launcher(kernel, OPTIONS, CONSTANTS), (1, 1, 1), (5,))
+    call(X)
+    call(X)
     with monkeypatch.context() as patch:
         if chained:
             patch.setattr(getattr(knobs.runtime, name), "calls", [print])
         else:
             patch.setattr(knobs.runtime, name, print)
-        launcher(*arguments)
+        call(X)
     monkeypatch.setattr(knobs.runtime, name, None)
-    launcher(*arguments)
+    call(X)
     assert [how for how, *_ in kernel.launches] == ["compiled", "driver", "triton", "driver"]
     assert kernel.launches[2][1:] == ((1, 1, 1), (X, 5, 8))
 
@@ -183,9 +185,9 @@ def test_an_interpreted_kernel_is_interpreted_every_time() -> None:
             return run
 
     kernel = Interpreted()
-    launcher = Launcher(kernel, OPTIONS, CONSTANTS)
+    call = Call(Launcher(kernel, OPTIONS, CONSTANTS), (1, 1, 1), (5,))
     for _ in range(3):
-        launcher((1, 1, 1), (X,), (5,))
+        call(X)
     assert kernel.calls == 3
 
 
@@ -253,8 +255,9 @@ def test_launches_again_do_what_first_launches_do() -> None:
     numbers = torch.randn(20 * 64 + 1, device="cuda")
     shift = torch.randn(64, device="cuda")
     heard: list[Any] = []
-    for repeat in range(3):
-        if repeat == 2:
+    calls: dict[tuple[Any, ...], Call] = {}
+    for repeat in range(4):
+        if repeat == 3:
             knobs.runtime.launch_enter_hook.add(heard.append)
         try:
             for first, added, n, stride, factor in [
@@ -263,7 +266,8 @@ def test_launches_again_do_what_first_launches_do() -> None:
             ]:  # fmt: skip
                 x = numbers[first:]
                 out = torch.full((19, 64), -1.0, device="cuda")
-                launcher((19, 1, 1), (out, x, added), (n, stride, factor))
+                call = calls.setdefault((n, stride, factor), Call(launcher, (19, 1, 1), (n, stride, factor)))
+                call(out, x, added)
                 expected = x.as_strided((19, 64), (stride, 1)).clone() * factor
                 expected[:, n:] = 0
                 if added is not None:

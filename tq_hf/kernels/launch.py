@@ -42,10 +42,6 @@ class Launcher:
         self.compiled: dict[tuple[Any, ...], tuple[Any, Run]] = {}
         self._parts: tuple[Part, Part] | None = None
 
-    def __call__(self, grid: Grid, tensors: tuple[Tensor | None, ...], numbers: tuple[Number, ...]) -> None:
-        """A `Call` that is not kept."""
-        Call(self, grid, numbers)(*tensors)
-
     def special(self, first: int, numbers: tuple[Number, ...]) -> tuple[Any, ...]:
         """What picks a variant of the kernel among a call's numbers, which come behind `first` tensors."""
         decisive, others = self._parts or self._divide(first, len(numbers))

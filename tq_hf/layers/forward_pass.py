@@ -88,10 +88,10 @@ class ForwardPass:
         if not self.seen or update in self.seen or goes_back:
             self._begin(cache)
         is_stock = not is_attention or layer_idx not in cache.packed_indices
-        if is_stock and layer_idx > cache.last_packed and self.expected is not None:
-            # The two are one set where somebody has read the cache before a first pass came to its last layers.
-            if layer_idx not in self.expected and self.expected is not self.stock:
-                raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+        # The two are one set where somebody has read the cache before a first pass came to its last layers.
+        earlier = None if self.expected is self.stock else self.expected
+        if is_stock and earlier is not None and layer_idx > cache.last_packed and layer_idx not in earlier:
+            raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
         self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
         if is_stock:
             self.stock.add(layer_idx)
