@@ -276,4 +276,4 @@ def test_launches_again_do_what_first_launches_do() -> None:
         finally:
             knobs.runtime.launch_enter_hook.remove(heard.append)
     assert len(heard) == 8
-    assert len(launcher._compiled) == 8
+    assert len(launcher.compiled) == 8
