@@ -168,8 +168,9 @@ def test_static_capacity_is_enforced_before_anything_changes() -> None:
     for layer in range(2):
         with pytest.raises(RuntimeError, match="max_cache_len=200"):
             cache.update(states(201, batch=5), states(201, batch=5), layer)
-    cache.update(states(199), states(199), 0)
-    cache.update(states(1), states(1), 0)
+    for tokens in (199, 1):
+        for layer in range(2):
+            cache.update(states(tokens), states(tokens), layer)
     with pytest.raises(RuntimeError, match="max_cache_len=200"):
         cache.update(states(1), states(1), 0)
     assert int(cache.get_seq_length()) == 200
@@ -329,9 +330,10 @@ def test_crop_then_continue_equals_never_having_seen_the_rest(removed: int, opti
     assert int(cache.get_seq_length()) == left + 70
 
 
-def test_a_cache_of_a_model_with_fewer_layers() -> None:
-    with pytest.raises(ValueError, match="layer 2 and this cache has 2: it was made for another model"):
-        TurboQuantCache(CONFIG).update(states(3), states(3), 2)
+@pytest.mark.parametrize("layer_idx", [2, -1])
+def test_a_layer_that_there_is_not(layer_idx: int) -> None:
+    with pytest.raises(ValueError, match=rf"layer_idx={layer_idx} of a cache of 2 layers: .* another config"):
+        TurboQuantCache(CONFIG).update(states(3), states(3), layer_idx)
 
 
 def test_crop_wants_a_negative_integer() -> None:

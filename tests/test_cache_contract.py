@@ -308,15 +308,6 @@ def test_a_packed_layers_keys_are_dequantized_when_they_are_read(options: dict[s
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values) and keys.shape == (1, 2, 100, 64)
 
 
-@pytest.mark.parametrize("layer_idx", [-1, 2])
-def test_a_layer_that_there_is_not_is_refused(layer_idx: int) -> None:
-    cache = filled(100)
-    with pytest.raises(ValueError, match=rf"layer_idx={layer_idx} of a cache of 2 layers"):
-        cache.update(states(1), states(1), layer_idx)
-    extend(cache, 1, seed=0)
-    assert cache.get_seq_length() == 101
-
-
 @pytest.mark.parametrize("index", [[2, 0], [-3, 0], [0.0, 1.0], []])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}])
 def test_reordering_with_a_wrong_index_changes_nothing(index: list[Any], options: dict[str, int]) -> None:

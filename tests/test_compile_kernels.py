@@ -219,6 +219,8 @@ def test_extend_fits_the_gpu(
         assert resources(compiled, tmp_path)[1] <= most, name
         if name == "extend":
             assert ("wgmma" in compiled.asm["ptx"]) == (architecture >= 90)
+    ptx = compile_launch(found["combine"], architecture).asm["ptx"]
+    assert "fma.rn.f32" not in ptx and "mul.rn.f32" in ptx  # its lanes' copies of a sum are alike to the last bit
 
 
 @pytest.mark.parametrize(

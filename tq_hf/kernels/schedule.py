@@ -262,8 +262,11 @@ def schedule(
         )  # fmt: skip
     most = (even_splits if even_splits else cdiv(slots, batch) + 1) + exact_splits
     column_tile, split_tile, step, warps = _combine_tile(columns, most, value_block, rotated)
+    # Several lanes hold copies of a sum. A product that is contracted with the sum it goes into is rounded in one lane and
+    # not in the next: their copies would differ in the last bit, and which one counts would be chance.
     combine_launch = Launch(
-        combine, (rows, cdiv(columns, column_tile), cdiv(page.value_dim, step)), {"num_warps": warps, **early},
+        combine, (rows, cdiv(columns, column_tile), cdiv(page.value_dim, step)),
+        {"num_warps": warps, "enable_fp_fusion": False, **early},
         {"DIM": page.value_dim, "PADDED": page.value_dim_padded, "BLOCK": value_block, "ROWS": column_tile,
          "SPLITS": split_tile, "STEP": step, "PAGE_BITS": page.page_size.bit_length() - 1, "GROUPS": page.groups,
          "TILE": tile, **sharing, "DEPENDENT": overlap},

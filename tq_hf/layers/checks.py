@@ -98,7 +98,7 @@ class LayerChecks:
         if limit is not None:
             # The length is on the device: an asynchronous check neither waits for the GPU nor breaks a captured graph.
             torch._assert_async(self.counters[0] + new <= limit, _over_capacity(limit))
-            last = self.last_layer
+            last = self.last_layer  # compiled passes are not seen by `ForwardPass`, which would say so on the host
             if last is not None and last.is_initialized:
                 pending = 0 if last.pending is None else last.pending.new
                 newest = (last.counters[0] + pending).to(self.device)  # which may be another

@@ -88,13 +88,18 @@ class ForwardPass:
         if not self.seen or update in self.seen or goes_back:
             self._begin(cache)
         is_stock = not is_attention or layer_idx not in cache.packed_indices
-        # The two are one set where somebody has read the cache before a first pass came to its last layers.
-        earlier = None if self.expected is self.stock else self.expected
-        if is_stock and earlier is not None and layer_idx > cache.last_packed and layer_idx not in earlier:
-            raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
+        if is_stock and layer_idx > cache.last_packed:
+            self._require_expected(layer_idx)
         self.seen.add(update)  # first: an interrupt between the two leaves a pass in which nothing has changed
         if is_stock:
             self.stock.add(layer_idx)
+
+    def _require_expected(self, layer_idx: int) -> None:
+        """Refuse a layer behind the last packed one that no forward pass has come to, since the first ended before it."""
+        # They are one set where somebody has read the cache before the first pass came to its last layers.
+        known = None if self.expected is self.stock else self.expected
+        if known is not None and layer_idx not in known:
+            raise RuntimeError(f"an earlier forward pass ended before it came to layer {layer_idx}. {RESET}")
 
     def look(self, cache: TurboQuantCache, layer_idx: int, state: tuple[object, ...], held: Tensor) -> None:
         """Called before a model gets a state that it may write in place, and update by name after that.
