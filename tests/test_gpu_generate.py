@@ -174,4 +174,4 @@ def test_neither_a_prompt_nor_decoding_holds_the_history_unpacked(attention: str
 
     steps = max(peak_beside(packed, ids[:, :1]) for _ in range(70))  # a page falls due among them, and pools grow
     assert packed.report().packed_tokens > 8 * 16000
-    assert steps < layer / 2
+    assert steps < layer  # a layer's pages are there twice while their pool grows; unpacked, they would take more than that

@@ -16,6 +16,7 @@ from tq_hf import TurboQuantCache, ops
 from tq_hf.attention import turboquant_attention
 from tq_hf.layers import full as layer
 from tq_hf.layers.full import TurboQuantLayer
+from tq_hf.quantizer import conditioning, rotary
 
 CONFIG = LlamaConfig(hidden_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 PAGE, WINDOW, SINKS = 32, 32, 4
@@ -96,6 +97,23 @@ def test_balance_is_observed_until_every_row_has_a_page(monkeypatch: pytest.Monk
     for _ in range(3):
         step(cache, 1, late[..., : packed.length + 1], batch=2)
         assert len(calls) == before + 1
+
+
+def test_a_new_cache_does_not_work_out_again_what_its_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rope_theta=777.0
+    )
+    conditioning._partners.cache_clear()
+    frequencies = counted(monkeypatch, rotary, "_frequencies")
+    pairs = counted(monkeypatch, rotary.Rotary, "pairs")
+    made = []
+    for _ in range(2):
+        cache = TurboQuantCache(config, **SIZES)
+        for i in range(3):
+            cache.update(states(50), states(50), i)
+        made += [getattr(layer, name) for layer in cache.packed_layers for name in ("partner", "partner_share")]
+    assert (len(frequencies), len(pairs)) == (2, 1)
+    assert len({tensor.data_ptr() for tensor in made}) == len(made)  # each layer has its own, on its device
 
 
 @pytest.mark.parametrize("which", ["query", "mask", "aux_sinks"])

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, DynamicCache
 
 from tests.tiny_models import COMMON, FAMILIES, HEADS, tiny_model
 from tq_hf.layers.plan import decoder_config
-from tq_hf.quantizer.rotary import Rotary, rotary_of
+from tq_hf.quantizer.rotary import Rotary, rotaries_of, rotary_of
 
 
 def frequencies_of(model: nn.Module, kind: str | None) -> list[Tensor]:
@@ -37,8 +37,10 @@ def test_families(family: str) -> None:
     model = tiny_model(family)
     config = decoder_config(model.config)
     kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    all_layers = rotaries_of(config, range(len(kinds)))
     for layer, kind in enumerate(kinds):
         rotary = rotary_of(config, layer)
+        assert all_layers[layer] == rotary
         buffers = frequencies_of(model, kind)
         if rotary is None:
             unused = getattr(config, "alibi", False) or getattr(config, "no_rope_layers", [1] * len(kinds))[layer] == 0
@@ -90,8 +92,10 @@ def test_layers_that_turn_their_keys(name: str, settings: dict[str, Any], expect
         cache = DynamicCache(config=config)
         model(torch.full((1, 20), 7), past_key_values=cache)
     turn = []
+    found = rotaries_of(config, range(len(cache.layers)))
     for i, layer in enumerate(cache.layers):
-        keys, rotary = layer.keys[0], rotary_of(config, i)
+        keys, rotary = layer.keys[0], found[i]
+        assert rotary == rotary_of(config, i)
         partner, frequency = (rotary or Rotary((), interleaved=False)).pairs(keys.shape[-1])
         angle = torch.arange(20.0)[:, None] * frequency
         quarter = torch.where(partner > torch.arange(len(partner)), -1, 1) * keys[:, :1, partner]

@@ -30,7 +30,7 @@ from .layers.hybrid import HybridLayer
 from .layers.plan import decoder_config, plan
 from .layers.sliding import SlidingLayer, SlidingTable
 from .pages.table import BlockTable
-from .quantizer.rotary import rotary_of
+from .quantizer.rotary import rotaries_of
 from .reporting import summary
 from .reporting.reports import CacheReport, not_stored, stock_report
 from .tensor_parallel import ranks, require_whole_heads, shard_facts
@@ -104,8 +104,7 @@ class TurboQuantCache(CacheEdits):
         self.sliding_tables: dict[int, SlidingTable] = {}
         shares_keys = bool(getattr(text, "num_kv_shared_layers", None))
         unquantized = replace(settings, key_format="raw", value_format="raw", center_keys=False, balance_keys=False)
-        for i in packed:
-            rotary = rotary_of(text, i)
+        for i, rotary in rotaries_of(text, packed).items():
             if (window := getattr(stock.layers[i], "sliding_window", None)) is not None:
                 if window not in self.sliding_tables:
                     self.sliding_tables[window] = SlidingTable(self.table, window, shares_keys)

@@ -110,8 +110,10 @@ class LayerEdits:
             names = BALANCE_STATE if due else ("query_energy",)  # factors are made with the first page
         with torch.inference_mode(False):
             copies = {name: getattr(self, name).clone() for name in names}
-            slots = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.device)
-            overwritten = {name: getattr(self, name).index_select(2, slots) for name in RING if found}
+            if not found:
+                return Before(self.length, self.packed_end, self.is_empty, copies)
+            slots = torch.tensor(found, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+            overwritten = {name: getattr(self, name).index_select(2, slots) for name in RING}
         return Before(self.length, self.packed_end, self.is_empty, copies, overwritten, slots)
 
     def _overwritten(self, new: int, due: int) -> list[int]:

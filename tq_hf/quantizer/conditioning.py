@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,11 +64,21 @@ class Partners:
 
 
 def partners(rotary: Rotary | None, dim: int, device: torch.device) -> Partners:
-    """Of a head of `dim` channels; without rotary embeddings every statistic stays as it is."""
+    """Of a head of `dim` channels; without rotary embeddings every statistic stays as it is.
+
+    Every layer of a new cache asks for its own, while a GPU is reading the prompt: nothing waits for it here.
+    """
+    kept = _partners(rotary, dim)
+    channel, share = (each.to(device, non_blocking=True, copy=True) for each in (kept.channel, kept.share))
+    return Partners(channel, share)
+
+
+@lru_cache(maxsize=64)
+def _partners(rotary: Rotary | None, dim: int) -> Partners:
+    """In host memory, where they stay."""
     channel, frequency = (rotary or Rotary((), interleaved=False)).pairs(dim)
     horizons = torch.tensor(HORIZONS, device="cpu")[:, None]
-    share = (1 - torch.sinc(2 / math.pi * horizons * frequency).mean(0)) / 2
-    return Partners(channel.to(device), share.to(device))
+    return Partners(channel, (1 - torch.sinc(2 / math.pi * horizons * frequency).mean(0)) / 2)
 
 
 def balance_factors(query_energy: Tensor, key_spread: Tensor, partners: Partners) -> Tensor:

@@ -11,6 +11,7 @@ import copy
 import importlib
 import math
 import sys
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 FASTEST = 1e6  # radians a position; 1 is usual, but scaled embeddings (longrope, linear) go beyond
 # Models that turn keys in their layers with a window only, as their attention code says and no field of their config does.
 ONLY_SLIDING = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini")
+BY_LAYER = ("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types")  # lists below tell layers apart by
 UNLESS_ALL_ARE_FULL = ("exaone4", "exaone_moe", "kolibri1")  # of these, those that turn all if the model has no window
 
 
@@ -65,6 +67,24 @@ def rotary_of(config: Any, layer: int) -> Rotary | None:
     if frequencies is None or not all(0 <= f <= FASTEST and math.isfinite(f) for f in frequencies):
         return None
     return Rotary(frequencies, _is_interleaved(type(config).__module__))
+
+
+def rotaries_of(config: Any, layers: Iterable[int]) -> dict[int, Rotary | None]:
+    """`rotary_of` each of these layers, found once for all layers that the config says the same of."""
+    lists = [named for name in BY_LAYER if (named := getattr(config, name, None))]
+    has_own = bool(getattr(config, "is_heterogeneous", False))
+    known: dict[Hashable, Rotary | None] = {}
+    found = {}
+    for layer in layers:
+        try:
+            kind: Hashable = layer if has_own else tuple(named[layer] for named in lists)
+            hash(kind)
+        except Exception:  # as in `rotary_of`
+            kind = layer
+        if kind not in known:
+            known[kind] = rotary_of(config, layer)
+        found[layer] = known[kind]
+    return found
 
 
 def _turns(config: Any, layer: int) -> bool:
