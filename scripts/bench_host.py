@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from tq_hf import TurboQuantCache, ops
-from tq_hf.attention import turboquant_attention
+from tq_hf.attention import turboquant_attention, turboquant_mask
 from tq_hf.kernels.launch import Call, Launcher, launch
 
 HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
@@ -45,9 +45,9 @@ def left_padding(batch: int, tokens: int, padding: int) -> Tensor | None:
     """A compact mask whose first row starts with so much padding; None for none."""
     if padding == 0:
         return None
-    mask = torch.ones(batch, 1, 1, tokens, dtype=torch.uint8, device="cuda")
-    mask[0, :, :, :padding] = 0
-    return mask
+    given = torch.ones(batch, tokens, dtype=torch.int64, device="cuda")
+    given[0, :padding] = 0
+    return turboquant_mask(batch, 1, tokens, tokens - 1, attention_mask=given)
 
 
 def packed_attention(query: Tensor, key: Any, value: Any, mask: Tensor | None) -> None:

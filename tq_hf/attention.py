@@ -33,6 +33,7 @@ ATTENTION_NAME = "turboquant"
 _MASK_EDITORS = ("doge",)
 # Models that compute only the last queries of a prompt in layers that share keys, whatever the mask.
 _QUERY_SLICERS = ("gemma4_text", "gemma4_unified_text")
+MASK_ROOM = 64  # rows of a compact mask are as far apart for so many steps, whose kernels then get the same numbers
 _ALL_KEPT = torch.ones(1, 1, 1, 1, dtype=torch.uint8)
 # Arguments that change which keys a query sees and that this attention does not know: silence would be wrong.
 _REFUSED = frozenset(("indices", "block_indices", "sinks", "head_mask"))
@@ -84,8 +85,10 @@ def turboquant_mask(
         return _ALL_KEPT if mask is None and slices_queries else mask
     if attention_mask is None or bool(attention_mask.all()):
         return _ALL_KEPT if slices_queries or q_length not in (1, kv_length) else None
-    keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    return keep[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
+    keep = prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
+    rows = keep.new_zeros((keep.shape[0], -(-kv_length // MASK_ROOM) * MASK_ROOM), dtype=torch.uint8)
+    rows[:, :kv_length] = keep
+    return rows[:, None, None, :kv_length]
 
 
 def turboquant_attention(

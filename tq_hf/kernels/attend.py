@@ -69,11 +69,9 @@ def attend(
         max_entries = 0  # entries without a page, of padding: nothing is there to be read
     dtype, device = ring_key.dtype, query.device
     query, key, value = _vectors(query, dtype), _vectors(key, dtype), _vectors(value, dtype)
-    mask_shape = mask_strides = None
-    if mask is not None:
-        if mask.dtype is torch.bool:
-            mask = mask.view(torch.uint8)
-        mask_shape, mask_strides = mask.shape, mask.stride()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = mask.view(torch.uint8)
+    mask_strides = None if mask is None else _steps(mask)
     alike = (
         layout, key.shape, key.stride(), value.stride(), ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
         None if aux_sinks is None else aux_sinks.dtype, out.dtype, device, max_entries, scaling, softcap, causal,
@@ -81,18 +79,13 @@ def attend(
     state = (key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters, balance)
     with on_device(device):
         if queries <= QUERIES:
-            calls(query.shape, query.stride(), 0, queries, mask_shape, mask_strides, *alike)(
-                query, *state, mask, aux_sinks, out
-            )
+            calls(query.shape, query.stride(), 0, queries, mask_strides, *alike)(query, *state, mask, aux_sinks, out)
             return out
         step = min(queries, _queries_at_once(batch * query_heads, value.shape[3]))
         for start in range(0, queries, step):
             part = slice(start, start + step)
-            some, seen = query[:, :, part], mask
-            if mask is not None and mask.shape[2] > 1:
-                seen = mask[:, :, part]
-                mask_shape = seen.shape
-            calls(some.shape, query.stride(), start, queries, mask_shape, mask_strides, *alike)(
+            some, seen = query[:, :, part], mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+            calls(some.shape, query.stride(), start, queries, mask_strides, *alike)(
                 some, *state, seen, aux_sinks, out[:, part]
             )
     return out
@@ -171,8 +164,7 @@ def calls(
     query_strides: tuple[int, ...],
     first: int,
     total: int,
-    mask_shape: tuple[int, ...] | None,
-    mask_strides: tuple[int, ...] | None,
+    mask_strides: tuple[int, int, int] | None,
     layout: str,
     key_shape: tuple[int, ...],
     key_strides: tuple[int, ...],
@@ -194,13 +186,10 @@ def calls(
     _, heads, ring_slots, value_dim = ring_shape
     group, new = query_heads // heads, key_shape[2]
     early = total - first  # queries from here to the end
-    mask_b = mask_q = mask_k = 0
-    if mask_shape is not None and mask_strides is not None:
-        mask_b, mask_q, mask_k = (mask_strides[i] if mask_shape[i] > 1 else 0 for i in (0, 2, 3))
-    per_query = mask_shape is not None and mask_shape[2] > 1
+    mask_b, mask_q, mask_k = mask_strides or (0, 0, 0)
     plan = schedule(
         layout, batch, heads, group, queries, new, ring_slots, sinks, dtype, aux_dtype, out_dtype, device, max_entries,
-        scaling > 0, per_query, causal and early > 1, causal and early - new > 1,
+        scaling > 0, mask_q > 0, causal and early > 1, causal and early - new > 1,
     )  # fmt: skip
     columns, offset = plan.columns, new - early
     scaling, cap = float(scaling), float(softcap) if softcap > 0 else None
@@ -237,6 +226,13 @@ def calls(
         total * query_heads * value_dim, query_heads * value_dim,
     )  # fmt: skip
     return Calls(plan, max_entries, prepare, rotate_means, exact, pages, combine)
+
+
+def _steps(mask: Tensor) -> tuple[int, int, int]:
+    """From a row, a query and a position of a mask [B or 1, 1, q or 1, kv] to the next; 0 where all share one."""
+    rows, _, queries, positions = mask.shape
+    by_row, _, by_query, by_position = mask.stride()
+    return by_row if rows > 1 else 0, by_query if queries > 1 else 0, by_position if positions > 1 else 0
 
 
 def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
