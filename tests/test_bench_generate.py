@@ -291,6 +291,7 @@ def test_a_worker_answers_and_outlives_a_lack_of_memory(monkeypatch: pytest.Monk
     assert worker.answer({"do": "prepare", "cache": "tq4", "point": "1x200"}) == {}
     for cache in ("DynamicCache", "tq4", "DynamicCache"):  # each with its attention function
         assert worker.answer({"do": "measure", "cache": cache})["step_s"] > 0
+        assert worker.model.config._attn_implementation == CACHES[cache].attention
 
 
 FACTS = {"gpu": "some GPU", "torch": "2", "transformers": "5", "memory_bytes": 1 << 37, "copy_bytes_per_second": 4e12}
