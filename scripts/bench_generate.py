@@ -10,13 +10,17 @@
 Runs from the checkout with the Python that starts it. Models have the shapes of Llama-3-8B and Qwen2.5-1.5B and random
 bfloat16 weights. A cell is a cache at a point (batch x tokens of the prompt): greedy `generate()` of one prompt and 33 new
 tokens, after a warm-up that compiles everything. Static caches are compiled by `generate()` itself; a cell fails if
-pages of a packed cache were not read packed, and is marked if the timed run compiled anything. Running out of memory is a
+pages of a packed cache were not read packed, and is marked if a timed run compiled anything. Running out of memory is a
 result. The exit code is 1 if a cell failed or is marked.
 
-On an H200 the whole grid of a shape is estimated to take 15 minutes (8b) and 8 (1.5b), `--quick` 3.5, `--capacity` 4.
+The fastest of several runs is kept, with the median step of each as `repeats_ms`. A compiled cell is timed twice behind its
+prompt. Other caches are limited by the host, which changes its speed from minute to minute: those of a point take turns in
+one process, three times (twice where a prompt is long; a QuantizedCache once). They are comparable only within a point.
+
+On an H200 the whole grid of a shape is estimated to take 20 minutes (8b) and 10 (1.5b), `--quick` under 4, `--capacity` 4.
 PATH is written after every cell, and the same command goes on where it stopped: cells that were measured on this GPU with
-the same code are not measured again. `--budget SECONDS` ends a run in time. `bars.py` says what the cells are to reach, and
-`python -m eval.plot_generate PATH` draws them.
+the same code are not measured again, except beside others that have to take turns with them. `--budget SECONDS` ends a run
+in time. `bars.py` says what the cells are to reach, and `python -m eval.plot_generate PATH` draws them.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from generate_bench.caches import CACHES, DEFAULT, QUICK
 from generate_bench.process import Deadline, OutOfTime, Reply
 from generate_bench.report import Results, profile_table, tables
-from generate_bench.runs import Job, Runner, jobs_of, rounds_of
+from generate_bench.runs import Job, Runner, cells_left, jobs_of, rounds_of, workers_of
 from generate_bench.shapes import POINTS, SHAPES, Point, estimated_needs
 
 from tq_hf.commands import Parser, RequestError, serve
@@ -69,20 +73,16 @@ def measure_cells(runner: Runner, results: Results, args: argparse.Namespace) ->
     missing = {name: why for name in caches if (why := CACHES[name].missing()) is not None}
 
     def jobs() -> list[Job]:
-        return jobs_of(
-            (cache, point)
-            for point in points
-            for cache in caches
-            if cache not in missing and not results.has("cells", key_of(args.shape, cache, point))
-        )
+        here = [cache for cache in caches if cache not in missing]
+        return jobs_of(cells_left(here, points, lambda cache, point: results.has("cells", key_of(args.shape, cache, point))))
 
     began = time.monotonic()
-    runner.start(len(jobs()) + 1)
+    runner.start(workers_of(jobs()) + 1)
     print(f"imports took {time.monotonic() - began:.0f} s", flush=True)
     results.take(runner.facts())  # of another machine: then all cells are to be measured
     results.found["missing"].update(missing)
     left = jobs()
-    print(f"{sum(len(job.points) for job in left)} cells to measure; not here: {missing or 'nothing'}", flush=True)
+    print(f"{sum(len(job.caches) for job in left)} cells to measure; not here: {missing or 'nothing'}", flush=True)
     runner.run(rounds_of(left, args.shape, results.found["memory_bytes"], args.parallel))
 
 

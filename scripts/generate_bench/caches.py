@@ -28,6 +28,7 @@ class BenchCache:
         attention: the attention function of the model that it is measured with.
         compiled: whether `generate()` compiles decoding by itself.
         packed: whether it is this project's, with pages to be read packed.
+        slow: whether its steps take an order of magnitude longer than other caches' do.
         missing: why it cannot be made here; None: it can.
     """
 
@@ -36,6 +37,7 @@ class BenchCache:
     attention: str = "sdpa"
     compiled: bool = False
     packed: bool = False
+    slow: bool = False
     missing: Callable[[], str | None] = lambda: None
 
 
@@ -72,7 +74,7 @@ def _static(config: PretrainedConfig, capacity: int) -> Any:
 
 def _quantized(name: str) -> BenchCache:
     other = OTHERS[name]
-    return BenchCache(name, lambda config, capacity: other.make(config), missing=other.missing)
+    return BenchCache(name, lambda config, capacity: other.make(config), slow=True, missing=other.missing)
 
 
 CACHES: dict[str, BenchCache] = {

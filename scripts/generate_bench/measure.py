@@ -28,19 +28,28 @@ Result = dict[str, Any]
 
 @dataclass
 class Prepared:
-    """A cache at a point whose kernels are compiled. A static one keeps its tensors, whose addresses graphs know.
+    """A cache at a point whose kernels are compiled.
 
-    `seconds`: how long that took, beside others that do the same.
+    Attributes:
+        made: a static cache, whose addresses graphs know; another kind is made anew for each measurement.
+        base: bytes that were allocated before it was made: weights, libraries' workspaces, what other caches left behind.
+        seconds: how long preparing took, beside others that do the same.
     """
 
     cache: BenchCache
     point: Point
-    made: Any
+    made: Any = None
+    base: int = 0
     seconds: float = 0.0
+
+    def drop(self) -> None:
+        """Let go of a cache that is not static: others are measured next."""
+        if not self.cache.compiled:
+            self.made = None
 
 
 class Memory:
-    """Peaks of a CUDA device's allocator; zeros on the CPU."""
+    """Peaks of a CUDA device's allocator beyond `base`; zeros on the CPU."""
 
     def __init__(self, device: torch.device, base: int) -> None:
         self.device, self.base = device, base
@@ -50,7 +59,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peaks(self) -> dict[str, int]:
-        """Bytes beyond the weights since the last `restart`: allocated, and reserved (with CUDA graphs' private pools)."""
+        """Bytes beyond the base since the last `restart`: allocated, and reserved (with CUDA graphs' private pools)."""
         if self.device.type != "cuda":
             return {"allocated": 0, "reserved": 0}
         used, held = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
@@ -64,26 +73,28 @@ def prepare(model: Any, cache: BenchCache, point: Point) -> Prepared:
     tokens decides which kernels run.
     """
     began = time.perf_counter()
-    model.set_attn_implementation(cache.attention)
-    made = cache.make(model.config, point.capacity)
-    short = min(point.tokens, warm_up_prompt(cache, made))
-    generate(model, prompt(model, point.rows, short), cache, made, WARM_UP_TOKENS)
-    prepared = Prepared(cache, point, made)
+    prepared = Prepared(cache, point)
+    _empty(model, prepared)
+    short = min(point.tokens, warm_up_prompt(cache, prepared.made))
+    generate(model, prompt(model, point.rows, short), cache, prepared.made, WARM_UP_TOKENS)
     _empty(model, prepared)
     long = min(point.tokens, WARM_UP_PROMPT // point.rows)
     generate(model, prompt(model, point.rows, long), cache, prepared.made, WARM_UP_TOKENS)
+    prepared.drop()
     free(model.device)  # others may have to read their prompts meanwhile
     prepared.seconds = time.perf_counter() - began
     return prepared
 
 
 def _empty(model: Any, prepared: Prepared) -> None:
-    """A cache without tokens: a static one at its addresses, a new one otherwise."""
-    if prepared.cache.compiled:
+    """A cache without tokens: a static one stays at its addresses, another kind is made when all others are gone."""
+    prepared.drop()
+    if prepared.made is not None:
         prepared.made.reset()
         return
-    prepared.made = None
     free(model.device)
+    prepared.base = allocated(model.device)
+    model.set_attn_implementation(prepared.cache.attention)
     prepared.made = prepared.cache.make(model.config, prepared.point.capacity)
 
 
@@ -105,7 +116,7 @@ def measure(
     _empty(model, prepared)
     cache, point, made = prepared.cache, prepared.point, prepared.made
     ids = prompt(model, point.rows, point.tokens)
-    memory = Memory(model.device, weight_bytes(model))
+    memory = Memory(model.device, prepared.base)
     peaks: list[dict[str, int]] = []
 
     count = 0
@@ -127,6 +138,7 @@ def measure(
         "decode_bytes": peaks[1]["allocated"],
         "prefill_reserved": peaks[0]["reserved"],
         "decode_reserved": peaks[1]["reserved"],
+        "kept_bytes": max(0, prepared.base - weight_bytes(model)),
         "cache_bytes": cache_nbytes(made),
         "weight_bytes_read": weight_bytes_read(model),
         "prepare_s": prepared.seconds,
@@ -184,6 +196,11 @@ def compiled_facts(before: dict[str, int]) -> Result:
     if after["graphs"] == 0:
         raise RuntimeError("generate() compiled nothing, with a cache of which it should compile the decode step.")
     return {**after, "recompiled": after["graphs"] - before["graphs"]}
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of all tensors on a CUDA device; 0 on the CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def free(device: torch.device) -> None:

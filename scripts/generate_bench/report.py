@@ -13,7 +13,7 @@ from eval.stored import replace_text
 
 from .caches import CACHES
 from .process import ROOT
-from .shapes import POINTS
+from .shapes import POINTS, model_config
 
 Row = dict[str, Any]
 HEAD = (
@@ -21,6 +21,7 @@ HEAD = (
     "cache, GiB", "peak, prompt", "peak, decode", "notes",
 )  # fmt: skip
 IDENTITY = ("gpu", "torch", "transformers")
+NOTED_BYTES = 1 << 27  # more than libraries' workspaces take: something was left in memory before the cache was made
 
 
 class Results:
@@ -91,8 +92,9 @@ def tables(found: dict[str, Any]) -> str:
     """All that was found, as Markdown."""
     parts = [
         f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; a device copy moves"
-        f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step. Floor: weights and cache"
-        " read once at that speed. Peaks: GiB allocated beyond the weights."
+        f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step of the fastest run; notes"
+        " tell the medians of all. Floor: weights and cache read once at that speed. Peaks: GiB allocated beyond what was"
+        " before the cache was made, the weights above all."
     ]
     for shape in dict.fromkeys(row["shape"] for row in found["cells"]):
         rows = sorted((row for row in found["cells"] if row["shape"] == shape), key=_place)
@@ -133,8 +135,17 @@ def _cells(row: Row, rate: float) -> list[str]:
 
 
 def _notes(row: Row) -> str:
-    """What share was packed, and what went wrong with compilation: one graph without breaks is what it should be."""
-    notes = [f"{100 * row['packed_share']:.1f} % packed"] if "packed_share" in row else []
+    """How far runs differ, what share was packed, what was in memory, and what went wrong with compilation.
+
+    One graph without breaks is what it should be.
+    """
+    notes = []
+    if len(steps := row.get("repeats_ms", ())) > 1:
+        notes.append(f"{len(steps)} runs: {min(steps):.2f} to {max(steps):.2f} ms")
+    if "packed_share" in row:
+        notes.append(f"{100 * row['packed_share']:.1f} % packed")
+    if (kept := row.get("kept_bytes", 0)) >= NOTED_BYTES:
+        notes.append(f"{kept / 2**30:.2f} GiB beside the weights before")
     if row.get("graphs", 1) > 1:
         notes.append(f"{row['graphs']} graphs")
     for name in ("graph_breaks", "cudagraph_skips", "recompiled"):
@@ -157,6 +168,11 @@ def _capacities(rows: Sequence[Row]) -> Iterator[list[str]]:
         ]
 
 
+def _part(name: str, seconds: float, layers: int = 0) -> list[str]:
+    """A part of a step, and of a layer where it has one call in each."""
+    return [name, f"{1e3 * seconds:.2f}", f"{1e6 * seconds / layers:.1f}" if layers else ""]
+
+
 def profile_table(row: Row) -> str:
     """One step's time as Markdown: the host's by part, the GPU's by kernel, and what is neither."""
     title = f"### One decode step: {row['shape']}, {row['point']}, {row['cache']}\n\n"
@@ -165,21 +181,22 @@ def profile_table(row: Row) -> str:
     profile, step = row["profile"], row["profile"]["step_s"]
     host = profile["host_s"]
     inside = host["cache.update"] + host["attention"]
-    lines = [["whole step", step], ["forward, host", host["forward"]]]
+    layers = model_config(row["shape"]).num_hidden_layers
+    lines = [_part("whole step", step), _part("forward, host", host["forward"])]
     if inside:
         lines += [
-            ["  cache.update", host["cache.update"]],
-            ["  attention function", host["attention"]],
-            ["  the model's own code", host["forward"] - inside],
+            _part("  cache.update", host["cache.update"], layers),
+            _part("  attention function", host["attention"], layers),
+            _part("  the model's own code", host["forward"] - inside),
         ]
     lines += [
-        ["sampling, streamer, waiting for the GPU", step - host["forward"]],
-        [f"traced step ({profile['launches']} launches)", profile["traced_step_s"]],
-        ["  host in calls that may wait", profile["waiting_s"]],
-        ["  GPU busy", profile["busy_s"]],
-        ["  GPU idle", profile["idle_s"]],
+        _part("sampling, streamer, waiting for the GPU", step - host["forward"]),
+        _part(f"traced step ({profile['launches']} launches)", profile["traced_step_s"]),
+        _part("  host in calls that may wait", profile["waiting_s"]),
+        _part("  GPU busy", profile["busy_s"]),
+        _part("  GPU idle", profile["idle_s"]),
     ]
-    parts = markdown(("part", "ms"), [[name, f"{1e3 * seconds:.2f}"] for name, seconds in lines])
+    parts = markdown(("part", "ms", "µs a layer"), lines)
     kernels = [
         [f"`{name[:90]}`".replace("|", " "), str(calls), f"{1e3 * time:.3f}"] for name, calls, time in profile["kernels"]
     ]

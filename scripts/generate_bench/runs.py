@@ -1,8 +1,8 @@
 """Runs cells: which worker does what, and when, so that one measures while all others wait.
 
 Compilation is what takes long, so compiled cells go in rounds: each in a process of its own, as many as fit on the GPU
-compile at the same time, and when all are done they are timed one after another. Caches without compilation have a
-process each, which goes through their points alone.
+compile at the same time, and when all are done they are timed one after another. Caches without compilation share a
+process: at each point they are warmed up once and then take turns, since the host limits them and changes its speed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from .caches import CACHES
 from .capacity import largest
 from .process import Deadline, Reply, WorkerProcess
+from .repeats import combined, repeats
 from .shapes import Point, estimated_needs
 
 READY_S, PREPARE_S, MEASURE_S = 240.0, 300.0, 240.0
@@ -24,28 +25,54 @@ Keep = Callable[[str, str, Reply], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A cache's points for one worker."""
+    """Caches that one worker measures at a point: one that is compiled, or those without compilation, in turn."""
 
-    cache: str
-    points: tuple[str, ...]
+    point: str
+    caches: tuple[str, ...]
+
+    @property
+    def compiled(self) -> bool:
+        return CACHES[self.caches[0]].compiled
 
 
-def jobs_of(cells: Iterable[tuple[str, str]]) -> list[Job]:
+def cells_left(caches: Sequence[str], points: Sequence[str], has: Callable[[str, str], bool]) -> list[tuple[str, str]]:
+    """(cache, point) pairs that are to be measured, by point.
+
+    Caches without compilation can only be compared if they took turns: where one of them is left, all are measured anew,
+    but the slow ones.
+    """
+    left: list[tuple[str, str]] = []
+    for point in points:
+        missing = {cache for cache in caches if not has(cache, point)}
+        in_turn = {cache for cache in caches if not (CACHES[cache].compiled or CACHES[cache].slow)}
+        wanted = missing | in_turn if missing & in_turn else missing
+        left += [(cache, point) for cache in caches if cache in wanted]
+    return left
+
+
+def jobs_of(cells: Sequence[tuple[str, str]]) -> list[Job]:
     """Jobs for (cache, point) pairs: compiled ones first, by point, so that what is compared is measured together."""
-    cells = list(cells)
-    compiled = [(cache, point) for cache, point in cells if CACHES[cache].compiled]
-    order = list(dict.fromkeys(point for _, point in cells))
-    jobs = [Job(cache, (point,)) for cache, point in sorted(compiled, key=lambda cell: order.index(cell[1]))]
-    for cache in dict.fromkeys(cache for cache, _ in cells if not CACHES[cache].compiled):
-        jobs.append(Job(cache, tuple(point for name, point in cells if name == cache)))
-    return jobs
+    compiled: list[Job] = []
+    eager: list[Job] = []
+    for point in dict.fromkeys(point for _, point in cells):
+        caches = [cache for cache, at in cells if at == point]
+        compiled += [Job(point, (cache,)) for cache in caches if CACHES[cache].compiled]
+        if turns := tuple(cache for cache in caches if not CACHES[cache].compiled):
+            eager.append(Job(point, turns))
+    return compiled + eager
+
+
+def workers_of(jobs: Sequence[Job]) -> int:
+    """Processes that the jobs take: compiled ones one each, all others one."""
+    compiled = sum(job.compiled for job in jobs)
+    return compiled + (compiled < len(jobs))
 
 
 def rounds_of(jobs: Sequence[Job], shape: str, memory: float, parallel: int) -> Iterator[list[Job]]:
     """Jobs that run beside each other: all warm up at once, and hold what they have prepared while one reads its prompt."""
     taken: list[Job] = []
     for job in jobs:
-        if not CACHES[job.cache].compiled:
+        if not job.compiled:
             continue
         if taken and (len(taken) == parallel or _needed(shape, [*taken, job]) > SPARE * memory):
             yield taken
@@ -53,12 +80,12 @@ def rounds_of(jobs: Sequence[Job], shape: str, memory: float, parallel: int) -> 
         taken = [*taken, job]
     if taken:
         yield taken
-    yield from ([job] for job in jobs if not CACHES[job.cache].compiled)
+    yield from ([job] for job in jobs if not job.compiled)
 
 
 def _needed(shape: str, jobs: Sequence[Job]) -> int:
     """Bytes that a round takes on the GPU, at most."""
-    needs = [estimated_needs(shape, Point(job.points[0]), CACHES[job.cache].packed) for job in jobs]
+    needs = [estimated_needs(shape, Point(job.point), CACHES[job.caches[0]].packed) for job in jobs]
     return sum(each.held for each in needs) + max(
         max(each.reading for each in needs), sum(each.warming_up for each in needs)
     )
@@ -111,42 +138,68 @@ class Runner:
         Raises:
             OutOfTime: cells that are not kept yet are to be run by another call.
         """
+        eager = None
         for jobs in rounds:
-            if CACHES[jobs[0].cache].compiled:
+            if jobs[0].compiled:
                 for job in self._compiled(jobs):
                     self._compiled([job])
             else:
-                self._eager(jobs[0])
+                eager = self._in_turn(jobs[0], eager)
+        if eager is not None:
+            eager.end()
 
     def _compiled(self, jobs: list[Job]) -> list[Job]:
         workers = [self.worker() for _ in jobs]
         for job, worker in zip(jobs, workers):
-            worker.send(do="prepare", cache=job.cache, point=job.points[0])
+            worker.send(do="prepare", cache=job.caches[0], point=job.point)
         replies = [worker.receive(PREPARE_S) for worker in workers]
         again = []
         for job, worker, reply in zip(jobs, workers, replies):
             if not reply:
-                reply = worker.ask(MEASURE_S, do="measure", cache=job.cache)
+                reply = worker.ask(MEASURE_S, do="measure", cache=job.caches[0])
             worker.end()
             if "oom" in reply and len(jobs) > 1:
                 again.append(job)
             else:
-                self._keep(job.cache, job.points[0], reply, worker)
+                self._keep(job.caches[0], job.point, reply, worker)
         return again
 
-    def _eager(self, job: Job) -> None:
-        worker = None
-        for point in job.points:
+    def _in_turn(self, job: Job, worker: WorkerProcess | None) -> WorkerProcess | None:
+        """Measure caches of a point with that worker, and with new ones where one has ended; returns what goes on."""
+        left: dict[str, list[Reply]] = {cache: [] for cache in job.caches}
+        while left:
             worker = worker or self.worker()
-            reply = worker.ask(PREPARE_S, do="prepare", cache=job.cache, point=point)
-            if not reply:
-                reply = worker.ask(MEASURE_S, do="measure", cache=job.cache)
-            self._keep(job.cache, point, reply, worker)
-            if "error" in reply:  # it has ended
+            if not self._rounds(job.point, left, worker):
                 worker.end()
                 worker = None
-        if worker is not None:
-            worker.end()
+        return worker
+
+    def _rounds(self, point: str, left: dict[str, list[Reply]], worker: WorkerProcess) -> bool:
+        """Prepare the caches that are left and measure each once a round; `left` holds their runs until they are kept.
+
+        Returns:
+            Whether the worker goes on: an error ends it.
+        """
+        for cache in list(left):
+            reply = worker.ask(PREPARE_S, do="prepare", cache=cache, point=point)
+            if reply:
+                del left[cache]
+                self._keep(cache, point, reply, worker)
+                if "error" in reply:
+                    return False
+        while left:
+            round_ = min(len(runs) for runs in left.values())  # which another worker may have begun
+            for cache in [cache for cache, runs in left.items() if len(runs) == round_]:
+                reply = worker.ask(MEASURE_S, do="measure", cache=cache)
+                failed = "step_s" not in reply
+                if not failed:
+                    left[cache].append(reply)
+                if failed or len(left[cache]) == repeats(CACHES[cache], Point(point)):
+                    runs = left.pop(cache)
+                    self._keep(cache, point, reply if failed else combined(runs), worker)
+                if "error" in reply:
+                    return False
+        return True
 
     def _keep(self, cache: str, point: str, reply: Reply, worker: WorkerProcess) -> None:
         if "error" in reply:

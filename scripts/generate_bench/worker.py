@@ -8,7 +8,6 @@ measures. Whatever else is printed goes to standard error.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -21,18 +20,22 @@ import transformers
 
 from .caches import CACHES
 from .capacity import decodes_with
-from .measure import Prepared, Result, failure, measure, prepare
+from .measure import Prepared, Result, failure, free, measure, prepare
 from .profile import initialize, profile_step
+from .repeats import measure_twice
 from .shapes import Point, build_model, prompt
 
 
 class Worker:
-    """Keeps the model, and the cache that was prepared last."""
+    """Keeps the model, and which caches were prepared at which point last.
+
+    Of those without compilation, which take turns, none outlives its measurement.
+    """
 
     def __init__(self, shape: str, device: str) -> None:
         self.shape, self.device = shape, torch.device(device)
         self.model: Any = None
-        self.prepared: Prepared | None = None
+        self.prepared: dict[str, Prepared] = {}
 
     def build(self, attention: str) -> None:
         if self.model is None:
@@ -55,15 +58,20 @@ class Worker:
         if do == "prepare":
             if request.get("profiled"):
                 initialize()
-            self.prepared = None
-            self.prepared = prepare(self.model, cache, Point(request["point"]))
+            self.prepared[cache.name] = prepare(self.model, cache, Point(request["point"]))
             return {}
-        assert self.prepared is not None
+        prepared = self.prepared[cache.name]
         if do == "profile":
-            return profile_step(self.model, self.prepared)
-        result = measure(self.model, self.prepared)
-        self.prepared = None
+            return profile_step(self.model, prepared)
+        result = (measure_twice if cache.compiled else measure)(self.model, prepared)
+        self.release()
         return result
+
+    def release(self) -> None:
+        """Free all that other caches are to be measured without."""
+        for prepared in self.prepared.values():
+            prepared.drop()
+        free(self.device)
 
 
 def facts(device: torch.device) -> Result:
@@ -97,11 +105,8 @@ def main() -> None:
         except Exception as error:  # one cell is lost, and the worker with it unless only memory was short
             traceback.print_exc()
             reply = failure(error)
-        if "oom" in reply or "error" in reply:
-            worker.prepared = None
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+        if "oom" in reply:
+            worker.release()
         print(json.dumps(reply), file=replies)
         if "error" in reply:
             break
