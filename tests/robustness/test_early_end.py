@@ -55,6 +55,25 @@ def test_a_static_pass_that_ended_early_is_refused_on_the_host(kinds: list[str],
         cache.crop(-1) if "short" not in kinds else list(cache)
 
 
+@pytest.mark.parametrize("sizes", [[20], [20, 1], [20, 3]], ids=str)
+def test_a_static_pass_that_ended_between_a_state_and_attention_is_refused_on_the_host(sizes: list[int]) -> None:
+    model = tiny_model("falcon_h1")
+    for layer in model.model.layers:
+        cache = TurboQuantCache(model.config, **SIZES, max_cache_len=100)
+        for tokens in sizes[:-1]:
+            decode(model, cache, prompt(1, tokens))
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = layer.mamba.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            decode(model, cache, prompt(1, sizes[-1]))
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"ended early.*only layers? 0.* of 2 hold its tokens.*cache\.reset\(\)"):
+            decode(model, cache, prompt(1, sizes[-1]))
+
+
 def test_a_static_pass_that_has_changed_nothing_can_be_made_again() -> None:
     cache = cache_of("full", "short", max_cache_len=100)
     feed(cache, 5)

@@ -216,8 +216,8 @@ class ForwardPass:
         if not self._has_come(cache):
             return not self.stock
         if cache.table.is_static:
-            attention = {i for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in STATIC}
-            if not attention <= set(self._ahead(cache)):
+            stock = {i for i, layer in enumerate(cache.layers) if type(layer) in STATIC}
+            if not (stock <= self.stock and all(self._holds(cache, i) for i in cache.packed_indices)):
                 return False
         return self.expected is None or self.expected <= self.stock
 
