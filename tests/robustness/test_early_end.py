@@ -85,13 +85,15 @@ def test_a_static_pass_that_has_changed_nothing_can_be_made_again() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 100}], ids=["dynamic", "static"])
-def test_layers_that_are_compiled_on_their_own_are_no_early_end(options: dict[str, Any]) -> None:
-    model, ids = tiny_model("llama"), prompt(1, 40)
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_layers_that_are_compiled_on_their_own_are_no_early_end(family: str, options: dict[str, Any]) -> None:
+    model, ids = tiny_model(family), prompt(1, 40)
     wanted = model.generate(ids, past_key_values=TurboQuantCache(model.config, **SIZES), do_sample=False, max_new_tokens=6)
     model.model.layers[0].compile(backend="eager")
     cache = TurboQuantCache(model.config, **SIZES, **options)
     got = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=6, disable_compile=True)
     assert torch.equal(got, wanted)
+    select(cache)
 
 
 def select(cache: TurboQuantCache) -> None:
