@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.test_cache import states
 from tests.tiny_models import COMMON, HEADS, prompt, tiny_model
@@ -173,6 +174,35 @@ def test_a_pass_through_states_written_in_place_is_seen(name: str, sizes: list[i
         handle.remove()
         with pytest.raises(RuntimeError, match=r"ended (early|before).*cache\.reset\(\)"):
             decode(model, cache, prompt(1, 1))
+
+
+@pytest.mark.parametrize("sizes", [[20], [20, 1], [20, 1, 3]], ids=str)
+def test_a_pass_that_ended_between_a_state_and_attention_beside_it_is_seen(sizes: list[int]) -> None:
+    """The last layer is transformers' own, and tells nothing."""
+    config = CONFIG_MAPPING["inkling_text"](
+        **COMMON, **HEADS, head_dim=16, sliding_window=24, layer_types=["hybrid", "hybrid_sliding"], n_routed_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+    cache = TurboQuantCache(config, **SIZES)
+    for tokens in sizes[:-1]:
+        decode(model, cache, prompt(1, tokens))
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].self_attn.v_sconv.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, cache, prompt(1, sizes[-1]))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"ended early.*cache\.reset\(\)"):
+        decode(model, cache, prompt(1, 1))
+    cache.reset()
+    for tokens in sizes:
+        decode(model, cache, prompt(1, tokens))
+    assert cache.get_seq_length() == sum(sizes)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -214,6 +214,8 @@ class ForwardPass:
             self._forget_updates()
         if not self.seen or self.has_gaps:
             return True
+        if any(isinstance(cache.layers[i], (DynamicLayer, StaticLayer)) and i not in self.seen for i in self.stock):
+            return False  # a state, but not its layer's attention
         if not self._has_come(cache):
             return not self.stock
         if cache.table.is_static:
