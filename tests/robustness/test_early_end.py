@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.test_cache import states
 from tests.tiny_models import COMMON, HEADS, prompt, tiny_model
@@ -55,6 +56,25 @@ def test_a_static_pass_that_ended_early_is_refused_on_the_host(kinds: list[str],
         cache.crop(-1) if "short" not in kinds else list(cache)
 
 
+@pytest.mark.parametrize("sizes", [[20], [20, 1], [20, 3]], ids=str)
+def test_a_static_pass_that_ended_between_a_state_and_attention_is_refused_on_the_host(sizes: list[int]) -> None:
+    model = tiny_model("falcon_h1")
+    for layer in model.model.layers:
+        cache = TurboQuantCache(model.config, **SIZES, max_cache_len=100)
+        for tokens in sizes[:-1]:
+            decode(model, cache, prompt(1, tokens))
+
+        def fail(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = layer.mamba.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            decode(model, cache, prompt(1, sizes[-1]))
+        handle.remove()
+        with pytest.raises(RuntimeError, match=r"ended early.*only layers? 0.* of 2 hold its tokens.*cache\.reset\(\)"):
+            decode(model, cache, prompt(1, sizes[-1]))
+
+
 def test_a_static_pass_that_has_changed_nothing_can_be_made_again() -> None:
     cache = cache_of("full", "short", max_cache_len=100)
     feed(cache, 5)
@@ -66,13 +86,15 @@ def test_a_static_pass_that_has_changed_nothing_can_be_made_again() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 100}], ids=["dynamic", "static"])
-def test_layers_that_are_compiled_on_their_own_are_no_early_end(options: dict[str, Any]) -> None:
-    model, ids = tiny_model("llama"), prompt(1, 40)
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_layers_that_are_compiled_on_their_own_are_no_early_end(family: str, options: dict[str, Any]) -> None:
+    model, ids = tiny_model(family), prompt(1, 40)
     wanted = model.generate(ids, past_key_values=TurboQuantCache(model.config, **SIZES), do_sample=False, max_new_tokens=6)
     model.model.layers[0].compile(backend="eager")
     cache = TurboQuantCache(model.config, **SIZES, **options)
     got = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=6, disable_compile=True)
     assert torch.equal(got, wanted)
+    select(cache)
 
 
 def select(cache: TurboQuantCache) -> None:
@@ -152,6 +174,35 @@ def test_a_pass_through_states_written_in_place_is_seen(name: str, sizes: list[i
         handle.remove()
         with pytest.raises(RuntimeError, match=r"ended (early|before).*cache\.reset\(\)"):
             decode(model, cache, prompt(1, 1))
+
+
+@pytest.mark.parametrize("sizes", [[20], [20, 1], [20, 1, 3]], ids=str)
+def test_a_pass_that_ended_between_a_state_and_attention_beside_it_is_seen(sizes: list[int]) -> None:
+    """The last layer is transformers' own, and tells nothing."""
+    config = CONFIG_MAPPING["inkling_text"](
+        **COMMON, **HEADS, head_dim=16, sliding_window=24, layer_types=["hybrid", "hybrid_sliding"], n_routed_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=32, n_shared_experts=1,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+    cache = TurboQuantCache(config, **SIZES)
+    for tokens in sizes[:-1]:
+        decode(model, cache, prompt(1, tokens))
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].self_attn.v_sconv.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        decode(model, cache, prompt(1, sizes[-1]))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"ended early.*cache\.reset\(\)"):
+        decode(model, cache, prompt(1, 1))
+    cache.reset()
+    for tokens in sizes:
+        decode(model, cache, prompt(1, tokens))
+    assert cache.get_seq_length() == sum(sizes)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -86,7 +86,7 @@ class ForwardPass:
         update = layer_idx if is_attention else (layer_idx, *state)
         goes_back = self.looked_at and layer_idx < self.looked_at[-1][0]  # after somebody has looked at a later layer
         if not self.seen or update in self.seen or goes_back:
-            self._begin(cache)
+            self._begin(cache, layer_idx)
         is_stock = not is_attention or layer_idx not in cache.packed_indices
         if is_stock and layer_idx > cache.last_packed:
             self._require_expected(layer_idx)
@@ -108,22 +108,23 @@ class ForwardPass:
             RuntimeError: as of `enter`.
         """
         if (layer_idx, *state) in self.seen:  # by a pass that ended early: nobody updates first and then looks
-            self._begin(cache)
+            self._begin(cache, layer_idx)
         self.enter(cache, layer_idx, (*state, "in place"))
         if len(self.seen) == len(self.looked_at) + 1:
             self.looked_at.append((layer_idx, held, held.clone()))
 
-    def _begin(self, cache: TurboQuantCache) -> None:
-        """Another forward pass comes to its first layer."""
+    def _begin(self, cache: TurboQuantCache, layer_idx: int) -> None:
+        """Another forward pass comes to its first layer, but for layers in compiled code."""
         if (self.seen or self.has_failed) and not self.has_gaps:
             self.require_over(cache)
         self._forget_updates()
-        self.has_failed = self.has_gaps = False
+        self.has_failed = False
+        self.has_gaps = self.has_gaps and layer_idx > 0  # those before it may be compiled, and have had their tokens
         if cache.table.is_static:
             for layer in cache.packed_layers:
                 layer.has_dropped = False
         else:
-            self.start = next((int(layer.get_seq_length()) for layer in _counting(cache)), 0)
+            self.start = min((int(layer.get_seq_length()) for layer in _counting(cache)), default=0)
 
     def _forget_updates(self) -> None:
         self.seen, self.stock, self.looked_at = set(), set(), []
@@ -213,11 +214,13 @@ class ForwardPass:
             self._forget_updates()
         if not self.seen or self.has_gaps:
             return True
+        if any(isinstance(cache.layers[i], (DynamicLayer, StaticLayer)) and i not in self.seen for i in self.stock):
+            return False  # a state, but not its layer's attention
         if not self._has_come(cache):
             return not self.stock
         if cache.table.is_static:
-            attention = {i for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in STATIC}
-            if not attention <= set(self._ahead(cache)):
+            stock = {i for i, layer in enumerate(cache.layers) if type(layer) in STATIC}
+            if not (stock <= self.stock and all(self._holds(cache, i) for i in cache.packed_indices)):
                 return False
         return self.expected is None or self.expected <= self.stock
 
