@@ -306,6 +306,10 @@ def test_a_packed_layers_keys_are_dequantized_when_they_are_read(options: dict[s
     cache = filled(100, **SMALL, **options)
     for layer, (keys, values, _) in zip(cache.layers, cache, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values) and keys.shape == (1, 2, 100, 64)
+        with pytest.raises(RuntimeError, match="inference"):  # a copy: the layer would not hear of it
+            layer.keys[..., -1, :] = 0.0
+        with pytest.raises(AttributeError):
+            layer.values = values
 
 
 @pytest.mark.parametrize("index", [[2, 0], [-3, 0], [0.0, 1.0], []])

@@ -430,9 +430,14 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         self.flush()
         return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
 
+    def _read(self, which: int) -> Tensor | None:
+        self.flush()
+        with torch.inference_mode():  # its tensors refuse to be written to, which would change a copy
+            return self.unpacked()[which]
+
     # As users of transformers read them. Each read dequantizes the layer: `for keys, values, window in cache` does so once.
-    keys = property(lambda self: self.unpacked()[0])
-    values = property(lambda self: self.unpacked()[1])
+    keys = property(lambda self: self._read(0))
+    values = property(lambda self: self._read(1))
 
     @property
     def batch_size(self) -> int:
