@@ -27,7 +27,7 @@ from .files.saving import model_facts
 from .layers.forward_pass import ATTENTION, ForwardPass
 from .layers.full import TurboQuantLayer
 from .layers.hybrid import HybridLayer
-from .layers.plan import decoder_config, plan
+from .layers.plan import decoder_config, idle_layers, plan
 from .layers.sliding import SlidingLayer, SlidingTable
 from .pages.table import BlockTable
 from .quantizer.rotary import rotaries_of
@@ -94,6 +94,7 @@ class TurboQuantCache(CacheEdits):
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         settings = self.quantization
         reasons, exact = plan(text, stock.layers, settings)
+        self.idle = idle_layers(text, stock.layers)
         packed = [i for i, reason in enumerate(reasons) if reason is None]
         if not packed:
             logger.warning_once(
@@ -130,6 +131,9 @@ class TurboQuantCache(CacheEdits):
         cache.table, *sliding = tables
         cache.sliding_tables = {table.window: table for table in sliding}
         cache.offloading, cache.only_non_sliding = offloading
+        cache.idle = frozenset()
+        if any(getattr(layer, "is_initialized", False) for layer in layers):
+            cache.idle = frozenset(i for i, layer in enumerate(layers) if not getattr(layer, "is_initialized", True))
         for name, value in attributes.items():
             setattr(cache, name, value)
         cache._number_layers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +266,29 @@ def test_an_encoder_decoder_model_that_tries_again_is_not_taken_for_cross_attent
     assert re.search("layer 0 is updated", str(refusal.value))
     cache.reset()
     step()
+
+
+@pytest.mark.parametrize("window", [40, 512])
+def test_layers_that_a_model_never_updates_are_not_waited_for(window: int, tmp_path: Path) -> None:
+    """RecurrentGemma's, which have a place in the caches of older transformers; with the longer window a layer is packed."""
+    config = tf.RecurrentGemmaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=1, lru_width=64, attention_window_size=window,
+        block_types=["recurrent", "recurrent", "attention"],
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+    ids = prompt(2, 150)
+
+    def answers(cache: Any) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([model(part, past_key_values=cache).logits for part in (ids, ids[:, :1], ids[:, 1:2])], 1)
+
+    cache = TurboQuantCache(config, "raw", **SIZES)
+    torch.testing.assert_close(answers(cache), answers(tf.DynamicCache(config=config)))
+    assert len(cache.packed_layers) == (window == 512)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.save(tmp_path / "cache")
+    for after in (cache, TurboQuantCache.load(tmp_path / "cache", config)):
+        assert answers(after).isfinite().all()

@@ -219,7 +219,7 @@ class ForwardPass:
         if not self._has_come(cache):
             return not self.stock
         if cache.table.is_static:
-            stock = {i for i, layer in enumerate(cache.layers) if type(layer) in STATIC}
+            stock = {i for i, layer in enumerate(cache.layers) if type(layer) in STATIC and i not in cache.idle}
             if not (stock <= self.stock and all(self._holds(cache, i) for i in cache.packed_indices)):
                 return False
         return self.expected is None or self.expected <= self.stock
@@ -315,7 +315,9 @@ def _counters_of(layers: Sequence[TurboQuantLayer]) -> dict[TurboQuantLayer, lis
 
 def _counting(cache: TurboQuantCache) -> Iterator[Any]:
     """The layers that tell on the host how many tokens they hold (dynamic mode)."""
-    return (layer for i, layer in enumerate(cache.layers) if i in cache.packed_indices or type(layer) in COUNTING)
+    for i, layer in enumerate(cache.layers):
+        if i in cache.packed_indices or (type(layer) in COUNTING and i not in cache.idle):
+            yield layer
 
 
 def longest(cache: TurboQuantCache) -> int:

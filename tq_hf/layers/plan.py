@@ -74,14 +74,24 @@ def plan(
     return reasons, exact
 
 
+def idle_layers(config: PretrainedConfig, stock: Sequence[Any]) -> frozenset[int]:
+    """Layers that have a place in transformers' cache and are never updated: RecurrentGemma keeps the states of its
+    recurrent layers itself, and until its `layer_types` said so, caches took them for layers with a window."""
+    kinds = getattr(config, "layers_block_type", None) or ()
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "recurrent" and hasattr(stock[i], "keys"))
+
+
 def _reasons_against_packing(
     config: PretrainedConfig, stock: Sequence[Any], quantization: TurboQuantConfig
 ) -> list[str | None]:
     # One config for all layers, or one a layer; shared layers at the end may have no cache layer (Gemma 3n).
     per_layer = getattr(config, "per_layer_config", None) or [config] * len(stock)
     reasons: list[str | None] = []
+    idle = idle_layers(config, stock)
     for i, layer in enumerate(stock):
-        if type(layer) not in (*ATTENTION, *HYBRID, WINDOW):
+        if i in idle:
+            reasons.append("a recurrent layer, whose state the model keeps itself")
+        elif type(layer) not in (*ATTENTION, *HYBRID, WINDOW):
             reasons.append(f"{type(layer).__name__} holds no keys and values of full attention")
         elif getattr(per_layer[i], "kv_lora_rank", None):
             reasons.append(f"latents stay exact (multi-head latent attention, kv_lora_rank={per_layer[i].kv_lora_rank})")
