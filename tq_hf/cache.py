@@ -93,8 +93,8 @@ class TurboQuantCache(CacheEdits):
         text = decoder_config(config)
         stock = DynamicCache(config=text) if max_cache_len is None else StaticCache(text, max_cache_len=max_cache_len)
         settings = self.quantization
-        reasons, exact = plan(text, stock.layers, settings)
         self.idle = idle_layers(text, stock.layers)
+        reasons, exact = plan(text, stock.layers, settings, self.idle)
         packed = [i for i, reason in enumerate(reasons) if reason is None]
         if not packed:
             logger.warning_once(

@@ -31,6 +31,7 @@ from .layers.hybrid import HybridLayer
 from .layers.sliding import SlidingTable
 from .layers.stock import contents, forget_states, largest_first, move_stock, require_window
 from .layout import PageLayout
+from .pages.device import int32
 from .pages.table import BlockTable
 
 
@@ -358,7 +359,7 @@ def _prepare_crop(table: BlockTable, held: Settled, tokens: int) -> Callable[[],
         cut = table.prepare_crop(length, used)
         packed_end, used = cut.end, len(cut.kept)
     no_page_left = used == 0 and (had_used > 0 or length == 0)
-    counters = torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu")
+    counters = int32([length, packed_end, used])
 
     def crop() -> None:
         if cut is not None:

@@ -28,6 +28,7 @@ from ..layers.hybrid import HybridLayer
 from ..layers.plan import decoder_config
 from ..layers.sliding import SlidingLayer, SlidingTable
 from ..layout import MAX_HEAD_DIM, PageLayout
+from ..pages.device import int32
 from ..pages.pool import NO_PAGE
 from ..pages.table import BlockTable
 from ..quantizer.rotary import FASTEST, Rotary
@@ -442,8 +443,7 @@ def _fill_packed(file: SavedFile, i: int, layer: TurboQuantLayer, state: _Packed
     layer.lazy_initialization(key, value)
     for name in (*layer.row_state_names(), "flags"):
         getattr(layer, name).copy_(file.tensor(prefix + name))
-    counters = torch.tensor(state.counters, dtype=torch.int32, device="cpu")
-    layer.cut(state.counters[0], state.counters[1], counters, no_page_left=False)
+    layer.cut(state.counters[0], state.counters[1], int32(state.counters), no_page_left=False)
 
 
 def _fill_stock(file: SavedFile, prefix: str, layer: Any, made: Mapping[str, Any], target: torch.device | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,17 +77,18 @@ def attend(
         layout, key.shape, key.stride(), value.stride(), ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
         None if aux_sinks is None else aux_sinks.dtype, out.dtype, device, max_entries, scaling, softcap, causal,
     )  # fmt: skip
-    state = (key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters, balance)
+    exact = (ring_key, ring_value, sink_key, sink_value)
+    given = (key, value, pool, exact, page_ids, entries, row_start, counters, balance)
     with on_device(device):
         if queries <= QUERIES:
-            calls(query.shape, query.stride(), 0, queries, mask_strides, *alike)(query, *state, mask, aux_sinks, out)
+            calls(query.shape, query.stride(), 0, queries, mask_strides, *alike)(query, given, mask, aux_sinks, out)
             return out
         step = min(queries, _queries_at_once(batch * query_heads, value.shape[3]))
         for start in range(0, queries, step):
             part = slice(start, start + step)
             some, seen = query[:, :, part], mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
             calls(some.shape, query.stride(), start, queries, mask_strides, *alike)(
-                some, *state, seen, aux_sinks, out[:, part]
+                some, given, seen, aux_sinks, out[:, part]
             )
     return out
 
@@ -105,28 +107,13 @@ class Calls:
     combine: Call
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pool: Tensor,
-        ring_key: Tensor,
-        ring_value: Tensor,
-        sink_key: Tensor,
-        sink_value: Tensor,
-        page_ids: Tensor,
-        entries: Tensor,
-        row_start: Tensor,
-        counters: Tensor,
-        balance: Tensor | None,
-        mask: Tensor | None,
-        aux_sinks: Tensor | None,
-        out: Tensor,
+        self, query: Tensor, given: tuple[Any, ...], mask: Tensor | None, aux_sinks: Tensor | None, out: Tensor
     ) -> None:
-        """`attend` into `out` [B, q, Hq, Dv]."""
+        """`attend` into `out` [B, q, Hq, Dv]. `given`: what all parts of a call's queries read, in `attend`'s order."""
+        key, value, pool, kept, page_ids, entries, row_start, counters, balance = given
         plan = self.plan
         work = torch.empty(plan.floats, dtype=torch.float32, device=query.device)
-        exact = (query, key, value, ring_key, ring_value, sink_key, sink_value)
+        exact = (query, key, value, *kept)
         if self.prepare is not None:
             self.prepare(query, pool, page_ids, entries, row_start, counters, balance, mask, plan.query_signs, work)
         means = centre = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import is_out_of_memory
+from ..pages.device import int32
 from ..pages.table import BlockTable
 from .packed_kv import Step
 
@@ -139,7 +140,7 @@ class LayerEdits:
             return
         length, packed_end, self.is_empty, copies, overwritten, slots = self.before
         used = self.table.entries_to(packed_end)
-        self.counters.copy_(torch.tensor([length, packed_end, used], dtype=torch.int32, device="cpu"))
+        self.counters.copy_(int32([length, packed_end, used]))
         self.length, self.packed_end = length, packed_end
         for name, tensor in copies.items():
             setattr(self, name, tensor)

@@ -18,7 +18,7 @@ packed; every other keeps transformers' class, whatever the model, so that any m
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def plan(
-    config: PretrainedConfig, stock: Sequence[Any], quantization: TurboQuantConfig
+    config: PretrainedConfig, stock: Sequence[Any], quantization: TurboQuantConfig, idle: Collection[int]
 ) -> tuple[list[str | None], set[int]]:
     """What becomes of each layer of a model's cache.
 
@@ -60,12 +60,13 @@ def plan(
         config: the model's text config.
         stock: the layers of transformers' own cache for it.
         quantization: the packed layers' settings.
+        idle: the `idle_layers`.
 
     Returns:
         Why each of transformers' layers keeps its class, None where it is packed; and which of the packed ones keep the
         model's dtype, as layers at the boundary of the model.
     """
-    reasons = _reasons_against_packing(config, stock, quantization)
+    reasons = _reasons_against_packing(config, stock, quantization, idle)
     packable = [i for i, reason in enumerate(reasons) if reason is None]
     exact = boundary_layers(config, packable, quantization.boundary_layers)
     for i in [i for i in exact if type(stock[i]) is WINDOW]:
@@ -82,12 +83,11 @@ def idle_layers(config: PretrainedConfig, stock: Sequence[Any]) -> frozenset[int
 
 
 def _reasons_against_packing(
-    config: PretrainedConfig, stock: Sequence[Any], quantization: TurboQuantConfig
+    config: PretrainedConfig, stock: Sequence[Any], quantization: TurboQuantConfig, idle: Collection[int]
 ) -> list[str | None]:
     # One config for all layers, or one a layer; shared layers at the end may have no cache layer (Gemma 3n).
     per_layer = getattr(config, "per_layer_config", None) or [config] * len(stock)
     reasons: list[str | None] = []
-    idle = idle_layers(config, stock)
     for i, layer in enumerate(stock):
         if i in idle:
             reasons.append("a recurrent layer, whose state the model keeps itself")

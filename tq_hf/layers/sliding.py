@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from ..config import TurboQuantConfig
 from ..errors import is_out_of_memory
+from ..pages.device import int32
 from ..pages.edits import Crop
 from ..pages.pool import NO_PAGE, while_alone
 from ..pages.table import BlockTable
@@ -369,7 +370,7 @@ class SlidingLayer(TurboQuantLayer):
     @torch.inference_mode(False)
     def at_origin(self, shift: int, dropped: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counters and sinks for an origin `shift` positions further on, with so many entries less."""
-        less = torch.tensor([shift, shift, dropped], dtype=torch.int32, device="cpu").to(self.device)
+        less = int32([shift, shift, dropped]).to(self.device)
         batch, heads = self.sink_key.shape[:2]
         sink_key = self.sink_key.new_empty(batch, heads, 0, self.key_dim)
         return self.counters - less, sink_key, self.sink_value.new_empty(batch, heads, 0, self.value_dim)

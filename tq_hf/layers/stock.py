@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from ..reporting.memory import tensors_of
+from ..reporting.memory import storage_bytes
 
 # Those that can be saved, by name: what they hold is known. All are built from these numbers.
 SAVED_CLASSES = (
@@ -60,7 +60,7 @@ def _copied(value: Any) -> Any:
 
 def largest_first(layers: Sequence[Any]) -> list[Any]:
     """These layers by the bytes that they hold."""
-    return sorted(layers, key=lambda layer: sum(t.nbytes for t in tensors_of(vars(layer))), reverse=True)
+    return sorted(layers, key=lambda layer: storage_bytes(vars(layer)), reverse=True)
 
 
 def move_stock(layer: Any, device: torch.device) -> None:
