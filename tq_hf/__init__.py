@@ -7,6 +7,7 @@ from .attention import ATTENTION_NAME
 from .cache import TurboQuantCache
 from .config import DEFAULT_PRESET, PRESETS, TurboQuantConfig
 from .enable import disable, enable
+from .generation.ahead import decode_ahead
 from .reporting.reports import CacheReport, LayerReport
 from .sizing.estimate import MemoryEstimate, estimate_memory
 
@@ -21,6 +22,7 @@ __all__ = [
     "TurboQuantCache",
     "TurboQuantConfig",
     "__version__",
+    "decode_ahead",
     "disable",
     "enable",
     "estimate_memory",

@@ -1,0 +1,160 @@
+"""`decode_ahead`: `generate()` without a wait for the GPU after every token.
+
+transformers' loop asks after each step whether all rows have ended, and waits for the answer while nothing is queued for the
+GPU, which in compiled decoding is idle for a quarter of a step then. Here the answer is read a step later, when the next step
+is queued already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# The name by which transformers' loop finds what reads its answers a step late. It does so on Apple's GPUs, by itself.
+DEFERRED = "DeferredStopCheck"
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def decode_ahead(model: Any, input_ids: Tensor, generation_config: Any, **arguments: Any) -> Any:
+    """A decoding method for `generate()`, which queues a step before it knows whether the one before was the last.
+
+        model.generate(**inputs, past_key_values=cache, custom_generate=decode_ahead)
+
+    It is transformers' own loop with another answer to when to stop: tokens, scores and whatever else `generate()` returns
+    are the same. Where all rows end before `max_new_tokens`, one step is computed for nothing. A cache takes that step's
+    token back if it can; if not (a sliding window, linear attention, older `StaticCache`s), it holds the text with its last
+    token, which `generate()` usually leaves out: a call with all ids goes on from either. A streamer gets each token a step
+    later. Worth it with a static cache, which `generate()` compiles; on a CPU nothing is gained.
+
+    Args:
+        model: a model with transformers' own decoding loop.
+        input_ids: int64 [rows, tokens].
+        generation_config, arguments: what `generate()` hands to a decoding method.
+
+    Returns:
+        What `generate()` does without `custom_generate`.
+
+    Raises:
+        ValueError: beams, drafts, or another way to decode than token by token.
+    """
+    given = {name: _given_to_generate(name) for name in ("synced_gpus", "assistant_model", "streamer")}
+    arguments = model._extract_generation_mode_kwargs(custom_generate=None, kwargs={}, **given) | arguments
+    mode = generation_config.get_generation_mode(arguments.pop("assistant_model", None))
+    if mode not in TOKEN_BY_TOKEN:
+        raise ValueError(
+            f"custom_generate=decode_ahead was asked for {mode.value.replace('_', ' ')}: expected greedy decoding or"
+            " sampling, one token at a time. Leave custom_generate out."
+        )
+    loop = type(model)._sample
+    if loop is not GenerationMixin._sample or DEFERRED not in loop.__code__.co_names:
+        logger.warning_once(f"decode_ahead does not know the decoding loop of {type(model).__name__}, which waits as ever.")
+        return loop(model, input_ids, generation_config=generation_config, **arguments)
+    return _loop_with(loop, StopCheckBehind)(model, input_ids, generation_config=generation_config, **arguments)
+
+
+def _loop_with(loop: Callable[..., Any], stop_check: type[StopCheckBehind]) -> Callable[..., Any]:
+    """transformers' loop with that stop check: the same code, of which nobody else sees the change."""
+    twin = FunctionType(loop.__code__, {**loop.__globals__, DEFERRED: stop_check}, loop.__name__, loop.__defaults__)
+    twin.__kwdefaults__ = loop.__kwdefaults__
+    return twin
+
+
+def _given_to_generate(name: str) -> Any:
+    """An argument of the `generate()` that is running, which keeps these from a callable `custom_generate`, though it hands
+    them to its own decoding methods: a streamer would never end, and its reader wait for ever."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+class StopCheckBehind:
+    """Says whether to stop, one step late; transformers' loop makes one and calls it after every step.
+
+    Args:
+        input_ids: int64 [rows, tokens], the prompt.
+        max_length: tokens at which the loop stops in any case, with the prompt; None: nowhere.
+        cache: what the model has returned, or None.
+        cache_is_returned: whether the cache outlives the loop.
+        streamer: gets the new tokens int64 [rows], on the host.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, max_length: int | None, cache: Cache | None, cache_is_returned: bool, streamer: Any = None
+    ) -> None:
+        self.max_length, self.streamer = max_length, streamer
+        self.cache = cache if cache_is_returned else None
+        self.newest, self.before = _Answer(input_ids), _Answer(input_ids)
+        self.is_first = True
+        self.has_ended = False  # before the newest step
+
+    @staticmethod
+    def is_supported(device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool) -> bool:
+        """Whether the loop may run ahead; `decode_ahead` has refused where not."""
+        return True
+
+    def __call__(self, unfinished: Tensor, tokens: Tensor, length: int) -> bool:
+        """After a step: `unfinished` (0 or 1) and `tokens` are int64 [rows], `length` counts the tokens of a row."""
+        self.newest, self.before = self.before, self.newest
+        self.newest.send(unfinished, tokens)
+        if not self.is_first:
+            self.has_ended = self._take(self.before)
+        self.is_first = False
+        return self.has_ended or (self.max_length is not None and length >= self.max_length)
+
+    def finish(self) -> int:
+        """Behind the last step.
+
+        Returns:
+            How many of the newest steps count for nothing.
+        """
+        if not self.has_ended:
+            self._take(self.newest)
+            return 0
+        if self.cache is not None and self.cache.is_croppable and not any(self.cache.is_sliding):
+            # What no longer can be cropped holds the last token then, as other caches do.
+            with contextlib.suppress(RuntimeError):
+                self.cache.crop(-1)
+        return 1
+
+    def _take(self, answer: _Answer) -> bool:
+        """Whether all rows had ended after a step. Its tokens go to the streamer."""
+        answer.arrive()
+        if self.streamer is not None:
+            self.streamer.put(answer.tokens.clone())
+        return bool(answer.all_ended)
+
+
+class _Answer:
+    """What a step has to say, on its way to the host."""
+
+    def __init__(self, input_ids: Tensor) -> None:
+        on_cuda = input_ids.device.type == "cuda"
+        self.all_ended = torch.zeros((), dtype=torch.bool, pin_memory=on_cuda)
+        self.tokens = torch.zeros(input_ids.shape[0], dtype=torch.int64, pin_memory=on_cuda)
+        self.event = torch.cuda.Event() if on_cuda else None
+
+    def send(self, unfinished: Tensor, tokens: Tensor) -> None:
+        """Copy it to the host, on CUDA without waiting for it."""
+        self.all_ended.copy_(unfinished.max() == 0, non_blocking=self.event is not None)
+        self.tokens.copy_(tokens, non_blocking=self.event is not None)
+        if self.event is not None:
+            self.event.record(torch.cuda.current_stream(tokens.device))
+
+    def arrive(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
