@@ -14,8 +14,9 @@ pages of a packed cache were not read packed, and is marked if a timed run compi
 result. The exit code is 1 if a cell failed or is marked.
 
 The fastest of several runs is kept, with the median step of each as `repeats_ms`. A compiled cell is timed twice behind its
-prompt. Other caches are limited by the host, which changes its speed from minute to minute: those of a point take turns in
-one process, three times (twice where a prompt is long; a QuantizedCache once). They are comparable only within a point.
+prompt, and a third time with `custom_generate=decode_ahead` (`ahead_step_s`). Other caches are limited by the host, which
+changes its speed from minute to minute: those of a point take turns in one process, three times (twice where a prompt is
+long; a QuantizedCache once). They are comparable only within a point.
 
 On an H200 the whole grid of a shape is estimated to take 20 minutes (8b) and 10 (1.5b), `--quick` under 4, `--capacity` 4.
 PATH is written after every cell, and the same command goes on where it stopped: cells that were measured on this GPU with

@@ -83,22 +83,27 @@ def test_a_cell(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["StaticCache", "tq4, static"])
-def test_a_compiled_cell_is_timed_twice_behind_one_prompt(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_cell_is_timed_three_times_behind_one_prompt(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     lengths: list[int] = []
     generated = measuring.generate
 
-    def generate(model: Any, ids: Any, cache: BenchCache, made: Any, *rest: Any) -> Any:
+    def generate(model: Any, ids: Any, cache: BenchCache, made: Any, *rest: Any, **options: bool) -> Any:
         lengths.append(int(made.get_seq_length()))
         assert ids.shape == (2, max(POINT.tokens, lengths[-1] + 1))
-        return generated(model, ids, cache, made, *rest)
+        assert options.get("ahead", False) == (len(lengths) == 3)
+        return generated(model, ids, cache, made, *rest, **options)
 
     prepared = prepare(model, CACHES[name], POINT)
     for module in (measuring, repeating):
         monkeypatch.setattr(module, "generate", generate)
-    result = repeating.measure_twice(model, prepared)
-    assert lengths == [0, POINT.tokens + 32] and int(prepared.made.get_seq_length()) == POINT.tokens + 65 <= POINT.capacity
+    result = repeating.measure_compiled(model, prepared)
+    assert lengths == [0, POINT.tokens + 32, POINT.tokens + 65]
+    assert int(prepared.made.get_seq_length()) == POINT.tokens + 98 <= POINT.capacity
+    assert len(result["ahead_steps_ms"]) == 32 and result["ahead_step_s"] > 0
     assert len(result["repeats_ms"]) == 2 and 1e3 * result["step_s"] == pytest.approx(min(result["repeats_ms"]), abs=1e-3)
     assert len(result["steps_ms"]) == 32 and result["graphs"] == 1 and result["recompiled"] == 0
 
@@ -108,12 +113,12 @@ def test_what_the_second_run_compiles_is_marked(model: Any, monkeypatch: pytest.
     prepared = prepare(model, CACHES["StaticCache"], POINT)
     generated = repeating.generate
 
-    def generate(*arguments: Any) -> Any:
+    def generate(*arguments: Any, ahead: bool = False) -> Any:
         torch._dynamo.reset()
-        return generated(*arguments)
+        return generated(*arguments, ahead=ahead)
 
     monkeypatch.setattr(repeating, "generate", generate)
-    assert repeating.measure_twice(model, prepared, new_tokens=3)["recompiled"] == 1
+    assert repeating.measure_compiled(model, prepared, new_tokens=3)["recompiled"] == 2
 
 
 def test_of_several_runs_the_fastest_is_kept() -> None:
@@ -315,9 +320,10 @@ def turns(cache: str, point: str, step_ms: float, **more: Any) -> dict[str, Any]
 FOUND = {
     **FACTS,
     "cells": [
-        turns("DynamicCache", "8x32k", 76.0), row("StaticCache", "8x32k", 86.0),
+        turns("DynamicCache", "8x32k", 76.0), row("StaticCache", "8x32k", 86.0, ahead_step_s=0.08),
         turns("tq4", "8x32k", 75.0, first_token_s=1.04, packed_share=0.98, kept_bytes=2**28),
-        row("tq4, static", "8x32k", 10.0, packed_share=0.99, graphs=1, recompiled=2), turns("tq3", "8x32k", 76.0),
+        row("tq4, static", "8x32k", 10.0, packed_share=0.99, graphs=1, recompiled=2, ahead_step_s=0.008),
+        turns("tq3", "8x32k", 76.0),
         turns(HQQ, "8x32k", 300.0),
         {"shape": "8b", "cache": "tq2", "point": "8x32k", "error": "E: x"},
         turns("DynamicCache", "1x2k", 70.0), turns("tq4", "1x2k", 80.0, first_token_s=1.2),
@@ -337,6 +343,9 @@ def test_bars() -> None:
         "8x32k tq4, static: step / floor": (10e-3 / ((15e9 + 0.27 * 2**35) / 4e12), False),
         "8x32k tq4, static: times StaticCache": (8.6, True),
         "8x32k tq4, static: times the fastest bf16": (7.6, True),
+        "8x32k tq4, static, ahead: step / floor": (8e-3 / ((15e9 + 0.27 * 2**35) / 4e12), True),
+        "8x32k tq4, static, ahead: times StaticCache": (10, True),
+        "8x32k tq4, static, ahead: times the fastest bf16": (9.5, True),
         "8x32k tq4: times DynamicCache": (76 / 75, True),
         "8x32k tq4: times the best QuantizedCache": (4.0, True),
         "8x32k tq4: first token / DynamicCache's": (1.04, True),
@@ -374,7 +383,7 @@ def test_bars_compare_no_cache_that_took_no_turns(cache: str) -> None:
 
 def test_tables() -> None:
     text = report.tables(FOUND)
-    assert "| 8 × 32k | tq4, static | 800.0 | 10.00 | 10.00 | 6.07 | 1.65 |" in text
+    assert "| 8 × 32k | tq4, static | 800.0 | 10.00 | 10.00 | 8.00 | 6.07 | 1.65 | 1.32 |" in text
     assert "| 1 × 2k | StaticCache | OOM: 8 GiB more |" in text and "| tq2 | failed: E: x |" in text
     assert "| 2 runs: 75.00 to 150.00 ms, 98.0 % packed, 0.25 GiB beside the weights before |" in text
     assert "| 99.0 % packed, recompiled: 2 |" in text and "| 8b | 32768 | tq4 | 98 | 3.50 |" in text

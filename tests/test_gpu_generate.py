@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from tests.test_generate import generate
 from tests.tiny_models import prompt, tiny_model
-from tq_hf import TurboQuantCache
+from tq_hf import TurboQuantCache, decode_ahead
 
 pytestmark = [pytest.mark.gpu]
 NEW = 64
+PROMPT_TOKENS = 210
 PROMPT = Path(__file__).parents[1] / "tq_hf" / "handbook.txt"
 
 
@@ -134,6 +137,40 @@ def test_the_caller_does_not_wait_for_the_gpu_while_decoding() -> None:
                 model(ids[:, :1], past_key_values=cache)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+class NoWaits(BaseStreamer):
+    """From its eighth token on, whatever makes the host wait for the GPU raises an error."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.numel()
+        if value.numel() == 1 and self.tokens == PROMPT_TOKENS + 8:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def end(self) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_decode_ahead_does_not_wait_for_the_gpu_and_generate_alone_does(attention: str, is_ahead: bool) -> None:
+    model = tiny_model().cuda()
+    model.set_attn_implementation(attention)
+    ids, outputs = prompt(1, PROMPT_TOKENS).cuda(), []
+    for streamer, options in ((None, {}), (NoWaits(), {"custom_generate": decode_ahead} if is_ahead else {})):
+        cache = TurboQuantCache(model.config, max_cache_len=300)
+        try:
+            with nullcontext() if is_ahead or streamer is None else pytest.raises(RuntimeError, match="synchroniz"):
+                outputs.append(generate(model, ids, cache, new=NEW, streamer=streamer, **options))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    if is_ahead:
+        assert torch.equal(*outputs) and cache.get_seq_length() == PROMPT_TOKENS + NEW - 1
+    else:
+        assert len(outputs) == 1
 
 
 def test_memory_of_a_long_prompt_is_what_the_report_says() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+from tq_hf import decode_ahead
 from tq_hf.commands import first_line
 from tq_hf.generation.comparison import Generation, cache_nbytes, generate_timed
 
@@ -150,8 +151,10 @@ def measure(
     return result
 
 
-def generate(model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None) -> Generation:
-    options = {}
+def generate(
+    model: Any, ids: Tensor, cache: BenchCache, made: Any, new_tokens: int, progress: Any = None, ahead: bool = False
+) -> Generation:
+    options: dict[str, Any] = {"custom_generate": decode_ahead} if ahead else {}
     if cache.compiled and model.device.type == "cpu":  # where generate() compiles on request only: dry runs trace
         options["compile_config"] = CompileConfig(mode="default", backend="eager")
         options["compile_config"]._compile_all_devices = True

@@ -39,23 +39,31 @@ def combined(runs: Sequence[Result]) -> Result:
     }
 
 
-def measure_twice(model: Any, prepared: Prepared, new_tokens: int = NEW_TOKENS) -> Result:
-    """Time a compiled cache behind a prompt and once more behind what it generated: the better run of both.
+def measure_compiled(model: Any, prepared: Prepared, new_tokens: int = NEW_TOKENS) -> Result:
+    """Time a compiled cache behind a prompt, once more behind what it generated (the better run of both counts), and a third
+    time with `decode_ahead`.
 
     The time of the first token and peaks are those of the first run, which alone reads the prompt. Of what was compiled
-    in either, both are marked.
+    in any, all are marked.
+
+    Returns:
+        What `measure` does; `ahead_step_s` and `ahead_steps_ms` are those of the third run.
 
     Raises:
         RuntimeError: as `measure` does.
     """
     first = measure(model, prepared, new_tokens)
-    cache, point, made = prepared.cache, prepared.point, prepared.made
     graphs = compilations()["graphs"]
-    # The cache holds all but the last of these tokens, with which generate() goes on.
-    ids = prompt(model, point.rows, int(made.get_seq_length()) + 1)
-    again = summary(generate(model, ids, cache, made, new_tokens), point) | {"first_token_s": first["first_token_s"]}
-    if cache.packed:
-        again |= packed_facts(made)
-    facts = compilations()
+    again = _go_on(model, prepared, new_tokens) | {"first_token_s": first["first_token_s"]}
+    ahead = _go_on(model, prepared, new_tokens, ahead=True)
+    if prepared.cache.packed:
+        again |= packed_facts(prepared.made)
+    facts = compilations() | {f"ahead_{name}": ahead[name] for name in ("step_s", "steps_ms")}
     facts["recompiled"] = first["recompiled"] + facts["graphs"] - graphs
     return combined([first | facts, first | again | facts])
+
+
+def _go_on(model: Any, prepared: Prepared, new_tokens: int, **options: bool) -> Result:
+    """Generate behind what the cache holds: all but the last of these tokens, with which `generate()` goes on."""
+    ids = prompt(model, prepared.point.rows, int(prepared.made.get_seq_length()) + 1)
+    return summary(generate(model, ids, prepared.cache, prepared.made, new_tokens, **options), prepared.point)

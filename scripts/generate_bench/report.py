@@ -17,8 +17,8 @@ from .shapes import POINTS, model_config
 
 Row = dict[str, Any]
 HEAD = (
-    "batch × prompt", "cache", "tokens/s", "step, ms", "mean", "floor, ms", "step / floor", "first token, s",
-    "cache, GiB", "peak, prompt", "peak, decode", "notes",
+    "batch × prompt", "cache", "tokens/s", "step, ms", "mean", "ahead, ms", "floor, ms", "step / floor", "ahead / floor",
+    "first token, s", "cache, GiB", "peak, prompt", "peak, decode", "notes",
 )  # fmt: skip
 IDENTITY = ("gpu", "torch", "transformers")
 NOTED_BYTES = 1 << 27  # more than libraries' workspaces take: something was left in memory before the cache was made
@@ -93,8 +93,8 @@ def tables(found: dict[str, Any]) -> str:
     parts = [
         f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; a device copy moves"
         f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step of the fastest run; notes"
-        " tell the medians of all. Floor: weights and cache read once at that speed. Peaks: GiB allocated beyond what was"
-        " before the cache was made, the weights above all."
+        " tell the medians of all. Ahead: the step with `custom_generate=decode_ahead`. Floor: weights and cache read once at"
+        " that speed. Peaks: GiB allocated beyond what was before the cache was made, the weights above all."
     ]
     for shape in dict.fromkeys(row["shape"] for row in found["cells"]):
         rows = sorted((row for row in found["cells"] if row["shape"] == shape), key=_place)
@@ -120,14 +120,16 @@ def _cells(row: Row, rate: float) -> list[str]:
         return [*start, f"OOM: {row['oom']}", *[""] * (len(HEAD) - 3)]
     if "error" in row:
         return [*start, f"failed: {row['error']}", *[""] * (len(HEAD) - 3)]
-    floor = floor_s(row, rate)
+    floor, ahead = floor_s(row, rate), row.get("ahead_step_s")
     return [
         *start,
         f"{row['tokens_per_s']:.1f}",
         f"{1e3 * row['step_s']:.2f}",
         f"{1e3 * row['mean_step_s']:.2f}",
+        f"{1e3 * ahead:.2f}" if ahead else "",
         f"{1e3 * floor:.2f}",
         f"{row['step_s'] / floor:.2f}",
+        f"{ahead / floor:.2f}" if ahead else "",
         f"{row['first_token_s']:.3f}",
         *(f"{row[name] / 2**30:.2f}" for name in ("cache_bytes", "prefill_bytes", "decode_bytes")),
         _notes(row),

@@ -22,7 +22,7 @@ from .caches import CACHES
 from .capacity import decodes_with
 from .measure import Prepared, Result, failure, free, measure, prepare
 from .profile import initialize, profile_step
-from .repeats import measure_twice
+from .repeats import measure_compiled
 from .shapes import Point, build_model, prompt
 
 
@@ -63,7 +63,7 @@ class Worker:
         prepared = self.prepared[cache.name]
         if do == "profile":
             return profile_step(self.model, prepared)
-        result = (measure_twice if cache.compiled else measure)(self.model, prepared)
+        result = (measure_compiled if cache.compiled else measure)(self.model, prepared)
         self.release()
         return result
 

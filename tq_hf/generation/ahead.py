@@ -1,8 +1,8 @@
 """`decode_ahead`: `generate()` without a wait for the GPU after every token.
 
 transformers' loop asks after each step whether all rows have ended, and waits for the answer while nothing is queued for the
-GPU, which in compiled decoding is idle for a quarter of a step then. Here the answer is read a step later, when the next step
-is queued already.
+GPU, which in compiled decoding is idle for a quarter of a step then. Here the answer is read a step later, when the next
+one is queued already.
 """
 
 from __future__ import annotations
