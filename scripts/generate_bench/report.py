@@ -93,8 +93,8 @@ def tables(found: dict[str, Any]) -> str:
     parts = [
         f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; a device copy moves"
         f" {found['copy_bytes_per_second'] / 1e12:.2f} TB/s. Tokens/s: batch by the median step of the fastest run; notes"
-        " tell the medians of all. Ahead: the step with `custom_generate=decode_ahead`. Floor: weights and cache read once at"
-        " that speed. Peaks: GiB allocated beyond what was before the cache was made, the weights above all."
+        " tell the medians of all. Ahead: the step with `custom_generate=decode_ahead`. Floor: weights and cache read once"
+        " at that speed. Peaks: GiB allocated beyond what was before the cache was made, the weights above all."
     ]
     for shape in dict.fromkeys(row["shape"] for row in found["cells"]):
         rows = sorted((row for row in found["cells"] if row["shape"] == shape), key=_place)
