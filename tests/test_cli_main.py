@@ -130,7 +130,13 @@ def test_what_counts_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value) and is_out_of_memory(MemoryError())
-    assert not is_out_of_memory(RuntimeError("shapes do not fit"))
+    for said in (
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",  # pinned memory
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ):
+        assert is_out_of_memory(RuntimeError(said))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit")) and not is_out_of_memory(OSError("out of memory"))
 
 
 def test_a_reader_that_has_seen_enough(tq_hf: CommandLine) -> None:

@@ -198,6 +198,27 @@ def test_an_error_reaches_the_consumer_and_empties_the_cache(
         assert [event.token for event in again][:5] == plain(model, prompt(), caches(model)[0], 30)[:5]
 
 
+def test_what_a_failed_step_held_is_free_at_once(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After running out of memory, nobody waits for a garbage collection to have the memory back."""
+    model, tokenizer = loaded
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def no_memory(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        held.append(weakref.ref(hidden))
+        raise torch.OutOfMemoryError("2 GiB")
+
+    monkeypatch.setattr(model.model.layers[1], "forward", no_memory)
+    gc.disable()
+    try:
+        with Stream(model, tokenizer, prompt(), caches(model)[0], max_new_tokens=20, **GREEDY) as stream:
+            next(stream)
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        gc.enable()
+    assert [tensor() for tensor in held] == [None]
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [

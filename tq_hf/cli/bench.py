@@ -99,24 +99,28 @@ def _prompt(loaded: Loaded, tokens: int) -> Tensor:
 
 
 def _measure(loaded: Loaded, name: str, ids: Tensor, new_tokens: int) -> dict[str, Any]:
-    """One cache at one context: a warm-up, then the run that counts. `oom` where memory does not suffice."""
-    from ..generation.comparison import cache_nbytes, generate_timed
-
+    """One cache at one context; `oom` where memory does not suffice."""
     try:
-        generate_timed(loaded.model, ids, options.new_cache(loaded.model.config, name), min(WARM_UP, new_tokens))
-        cache = options.new_cache(loaded.model.config, name)
-        run = generate_timed(loaded.model, ids, cache, new_tokens)
-        nbytes = cache_nbytes(cache)
+        return _timed(loaded, name, ids, new_tokens)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        _free()
-        return {"oom": True, "tokens_per_s": None, "first_token_seconds": None, "cache_bytes": None}
+    _free()  # now that the error, which held the failed run's tensors, is gone
+    return {"oom": True, "tokens_per_s": None, "first_token_seconds": None, "cache_bytes": None}
+
+
+def _timed(loaded: Loaded, name: str, ids: Tensor, new_tokens: int) -> dict[str, Any]:
+    """A warm-up, then the run that counts."""
+    from ..generation.comparison import cache_nbytes, generate_timed
+
+    generate_timed(loaded.model, ids, options.new_cache(loaded.model.config, name), min(WARM_UP, new_tokens))
+    cache = options.new_cache(loaded.model.config, name)
+    run = generate_timed(loaded.model, ids, cache, new_tokens)
     return {
         "oom": False,
         "tokens_per_s": run.tokens_per_s,
         "first_token_seconds": run.first_token_seconds,
-        "cache_bytes": nbytes,
+        "cache_bytes": cache_nbytes(cache),
     }
 
 

@@ -69,6 +69,7 @@ def generate(
     taken = cache_size(held)
     result: dict[str, Any] = {
         "model": loaded.name,
+        "device": str(loaded.model.device),
         "cache": cache,
         "text": stream.text,
         "prompt_tokens": ids.shape[1],

@@ -157,10 +157,12 @@ class Models:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device, or in the host where that cannot be told (on ZeroGPU outside of a call)."""
+    """Memory that is free on the device, or in the host where that cannot be told (on ZeroGPU outside of a call). What
+    torch keeps for its next tensors is free."""
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):
-            return int(torch.cuda.mem_get_info(device)[0])
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            return int(torch.cuda.mem_get_info(device)[0]) + kept
     return int(psutil.virtual_memory().available)
 
 

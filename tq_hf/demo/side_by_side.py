@@ -16,7 +16,7 @@ import torch
 from ..commands import Loaded
 from ..config import PRESETS
 from ..generation.chunks import first_page_tokens, text_chunks
-from ..generation.comparison import score_texts
+from ..generation.comparison import generate_timed, score_texts
 from ..generation.conversation import encode_chat, room_for
 from ..generation.streaming import CacheSize, Stream
 from . import panels
@@ -25,6 +25,7 @@ from .handbook import chapters
 from .panels import Growth, buttons
 from .serving import EXACT, SHOW_SECONDS, Models, Sessions, explain, new_cache, on_gpu
 
+WARM_UP = 4  # new tokens before the clocks run on a GPU
 QUESTION = "In plain words, what should a keeper do if the line on the sheet becomes flat during a storm, and why?"
 PROMPT = f"{chapters(1, 4)}\n\n{QUESTION}"
 
@@ -87,13 +88,17 @@ class SideBySide:
         loaded = self.models.get(model)
         ids = encode(loaded, prompt).to(loaded.model.device)
         new_tokens = room_for(loaded.model.config, ids.shape[1], new_tokens)
+        length, shown = ids.shape[1], 0.0
+        sides = [Side([], [], [], CacheSize(0, 0, 0), 0.0)] * 2
+        if loaded.model.device.type == "cuda":  # kernels are compiled at their first call, and only the packed side has many
+            yield Race(length, (sides[0], sides[1]), [], 0.0, "Warming up …")
+            for name in (EXACT, preset):
+                generate_timed(loaded.model, ids, new_cache(loaded.model, name), min(WARM_UP, new_tokens))
         caches = [new_cache(loaded.model, EXACT), new_cache(loaded.model, preset)]
         streams = [
             Stream(loaded.model, loaded.tokenizer, ids, cache, max_new_tokens=new_tokens, do_sample=False)
             for cache in caches
         ]
-        sides = [Side([], [], [], CacheSize(0, 0, 0), 0.0)] * 2
-        length, shown = ids.shape[1], 0.0
         with streams[0], streams[1]:
             waiting = [0, 1]
             while waiting:

@@ -148,7 +148,10 @@ class Stream(Iterator[StreamEvent]):
         if not isinstance(arrived, tuple):
             self._ended, self._failed = True, arrived is not None
             self._thread.join()
-            raise StopIteration if arrived is None else arrived
+            try:
+                raise StopIteration if arrived is None else arrived
+            finally:
+                del arrived  # as in `_Run.generate`
         token, seconds = arrived
         self.tokens.append(token)  # before anything that may fail: `held` counts on it
         self.times.append(seconds)
@@ -231,6 +234,7 @@ class _Run:
             reset_cache(cache)  # its layers may have been left with unequal lengths
             error = raised
         self.arrived.put(error)
+        del error  # its traceback holds this frame, and with it the failed step's tensors until a garbage collection
 
     def put(self, tokens: Tensor) -> None:
         """New ids, from `generate()`: the prompt first, then one at a time."""
