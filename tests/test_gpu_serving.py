@@ -27,7 +27,7 @@ from tq_hf.demo.app import build, launch
 from tq_hf.sizing.estimate import estimate_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.network]
-PYTHON = [sys.executable, "-u"]
+PYTHON = [sys.executable, "-u", "-X", "faulthandler"]
 ENV = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_SERVER_NAME": "127.0.0.1"}
 ENV["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -94,6 +94,16 @@ def test_concurrent_users_wait_for_each_other(folder: str) -> None:
         require_answered(end, question, folder)
 
 
+def said_until_the_end(process: subprocess.Popen[str]) -> str:
+    """What a process prints that is about to end; the stacks of its threads if it does not."""
+    try:
+        return process.communicate(timeout=60)[0]
+    except subprocess.TimeoutExpired:
+        ended = process.poll()
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"code {ended} after 60 s, {process.communicate(timeout=20)[0]}")
+
+
 @pytest.mark.parametrize("name", ["command", "space"])
 def test_servers_answer_until_ctrl_c(folder: str, name: str) -> None:
     command = ["-m", "tq_hf", "demo", "--device", DEVICE.type, "--model", folder] if name == "command" else ["app.py"]
@@ -106,7 +116,7 @@ def test_servers_answer_until_ctrl_c(folder: str, name: str) -> None:
             # Only what runs on a CPU says so.
             assert ("This machine has no GPU" in json.dumps(list(user.fields.values()))) != ON_GPU
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=60)[0]
+            said = said_until_the_end(process)
             assert process.returncode == (130 if name == "command" else 0) and "Traceback" not in said
         finally:
             process.kill()
