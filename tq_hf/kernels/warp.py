@@ -96,6 +96,12 @@ def saturated_multiply_add_halves(a, b, c):
 
 
 @triton.jit
+def add_toward_zero(a, b):
+    """a + b in fp32, cut where a sum would be rounded."""
+    return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def high_half(word, one):
     """The high half of a word, in both halves, as the floating-point unit moves it: an fp16, not a NaN, times one.
 
