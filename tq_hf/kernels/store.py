@@ -28,7 +28,7 @@ from .encode import (
 )
 from .lanes import chunk_dims, code_shift, lane_word_offset, load_factors, row_pointers
 from .launch import launch
-from .min_max import encode_min_max, load_quads, saturate
+from .min_max import encode_min_max, group_tokens, load_quads, saturate
 from .pieces import as_pieces, lanes_first
 from .token_pieces import (
     add_tokens,
@@ -178,14 +178,11 @@ def pack_min_max(start, first, source, p_codes, p_metadata, L: tl.constexpr):
     Returns:
         As `encode_min_max`.
     """
-    quads = []
-    real = []
-    for r in tl.static_range(4):
-        token = 8 * r + tl.arange(0, 32) // 4
-        is_real = start + token >= first
-        rows = token_rows(start, token, *source, L.value_dim)
-        quads = quads + load_quads(*rows, is_real, L.value_dim, L.value_padded)
-        real = real + [is_real]
+    token = group_tokens()
+    real = start + token >= first
+    rows = token_rows(start, token, *source, L.value_dim)
+    quads = load_quads(*rows, real, L.value_dim, L.value_padded)
+    real = lanes_first(real).reshape(32, 4)
     FIELD: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # no other keys have metadata
     return encode_min_max(quads, real, p_codes, p_metadata, L.value_dim, L.value_padded, L.value_bits, FIELD, L.fields)
 
