@@ -14,7 +14,7 @@ from .dequant import split_last4
 from .encode import join4, run_words, split_last8, store_chunk_words, value_runs
 from .lanes import metadata_offset
 from .pieces import lanes_first, load_width, of_lane, of_piece
-from .warp import add_toward_zero, lane_of_four, transpose
+from .warp import add_toward_zero, extreme, lane_of_four, transpose
 
 FP16_MAX = tl.constexpr(65504.0)
 UNITS = tl.constexpr(8388608.0)  # 2**23: numbers from here to its double are integers, which their lowest bits hold
@@ -29,13 +29,11 @@ def saturate(x):
 
 @triton.jit
 def of_tokens(x, kind: tl.constexpr):
-    """The least, the largest or the sum over a token's numbers, [32, 4, 4] to [32, 4]: the same in the lanes that share g."""
+    """The least or the largest of a token's numbers, [32, 4, 4] to [32, 4]: the same in the lanes that share g."""
     if kind == "min":
         y = tl.min(tl.min(x, 2).reshape(8, 4, 4), 1)
-    elif kind == "max":
-        y = tl.max(tl.max(x, 2).reshape(8, 4, 4), 1)
     else:
-        y = tl.sum(tl.sum(x, 2).reshape(8, 4, 4), 1)
+        y = tl.max(tl.max(x, 2).reshape(8, 4, 4), 1)
     return y[:, None, :].broadcast_to(8, 4, 4).reshape(32, 4)
 
 
@@ -86,20 +84,22 @@ def load_quads(is_new, p_new, p_ring, real, DIM: tl.constexpr, PADDED: tl.conste
 @triton.jit
 def bounds(quads, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Least and largest coordinate of a lane's tokens, and whether all are finite; [32, 4] each."""
-    low = tl.full([32, 4, 4], float("inf"), tl.float32)
-    high = tl.full([32, 4, 4], float("-inf"), tl.float32)
-    zeros = tl.zeros([32, 4, 4], tl.float32)
+    low = quads[0]
+    high = quads[0]
     for q in tl.static_range(len(quads)):
-        x = quads[q].to(tl.float32)
-        zeros += x * 0.0  # infinities and NaN times zero are NaN
         if DIM == PADDED:
-            low = tl.minimum(low, x)
-            high = tl.maximum(high, x)
+            low = extreme(low, quads[q], "min")
+            high = extreme(high, quads[q], "max")
         else:
             inside = quad_dims(q, PADDED) < DIM
-            low = tl.minimum(low, tl.where(inside, x, float("inf")))
-            high = tl.maximum(high, tl.where(inside, x, float("-inf")))
-    return of_tokens(low, "min"), of_tokens(high, "max"), of_tokens(zeros, "sum") == 0.0
+            least = tl.where(inside, quads[q], float("inf"))
+            largest = tl.where(inside, quads[q], float("-inf"))
+            low = extreme(low, least, "min") if q > 0 else least
+            high = extreme(high, largest, "max") if q > 0 else largest
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    finite = (low > float("-inf")) & (high < float("inf"))  # of NaN, both are false
+    return of_tokens(low, "min"), of_tokens(high, "max"), of_tokens(finite.to(tl.int32), "min") != 0
 
 
 @triton.jit
