@@ -1,8 +1,8 @@
 """Encodes vectors that are not rotated, between their least and largest coordinate: a warp a group, in registers.
 
-Lane 4g + t has tokens 8r + g, r in 0..3, and of each the dimensions whose codes `encode.py` has in that lane: n * D/8 + 4c + i
-for n = 2t and 2t + 1, chunks c and i in 0..3. They are D/4 neighbours in memory, in *quads* of four: chunk c takes quad c of
-both n. So the codes change lanes and become words as those of rotated values do.
+Lane 4g + t has tokens 8r + g, r in 0..3, and of each the dimensions whose codes `encode.py` has in that lane, which are
+n * D/8 + 4c + i for n = 2t and 2t + 1, chunks c and i in 0..3. They are D/4 neighbours in memory, in *quads* of four: chunk
+c takes quad c of both n. So the codes change lanes and become words as those of rotated values do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .warp import add_toward_zero, extreme, lane_of_four, transpose
 FP16_MAX = tl.constexpr(65504.0)
 UNITS = tl.constexpr(8388608.0)  # 2**23: numbers from here to its double are integers, which their lowest bits hold
 UNITS_BITS = tl.constexpr(0x4B000000)
-NIBBLE_BITS = tl.constexpr(0x05000000)  # what takes `UNITS_BITS` off a word of nibbles: those of the last two codes stay in it
+NIBBLE_BITS = tl.constexpr(0x05000000)  # takes `UNITS_BITS` off a word of nibbles: what the first two codes' leave of it
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def quad_dims(q: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_quads(is_new, p_new, p_ring, real, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The quads [32, 4, 4] of a lane's tokens (`store.token_rows` of `group_tokens`); zeros unless `real`, and from DIM on."""
+    """The quads [32, 4, 4] of a lane's tokens (`token_rows` of `group_tokens`); zeros unless `real`, and from DIM on."""
     WIDTH: tl.constexpr = load_width(p_new.dtype.element_ty)
     quads = []
     for m in tl.static_range(PADDED // 4 // WIDTH):
