@@ -14,7 +14,7 @@ from .dequant import split_last4
 from .encode import join4, run_words, split_last8, store_chunk_words, value_runs
 from .lanes import metadata_offset
 from .pieces import lanes_first, load_width, of_lane, of_piece
-from .warp import add_toward_zero, extreme, lane_of_four, transpose
+from .warp import add_toward_zero, extreme, transpose
 
 FP16_MAX = tl.constexpr(65504.0)
 UNITS = tl.constexpr(8388608.0)  # 2**23: numbers from here to its double are integers, which their lowest bits hold
@@ -35,20 +35,6 @@ def of_tokens(x, kind: tl.constexpr):
     else:
         y = tl.max(tl.max(x, 2).reshape(8, 4, 4), 1)
     return y[:, None, :].broadcast_to(8, 4, 4).reshape(32, 4)
-
-
-@triton.jit
-def own_token(x):
-    """Of a lane's four tokens, [32, 4], token 8t + g for lane 4g + t."""
-    x = split_last4(x)
-    t = tl.arange(0, 32) % 4
-    return tl.where(t < 2, tl.where(t == 0, x[0], x[1]), tl.where(t == 2, x[2], x[3]))
-
-
-@triton.jit
-def lane_tokens(x):
-    """`own_token`, the other way round, to go with quads: [32, 4, 1]."""
-    return join4(lane_of_four(x, 0), lane_of_four(x, 1), lane_of_four(x, 2), lane_of_four(x, 3))[:, :, None]
 
 
 @triton.jit
@@ -122,12 +108,12 @@ def quantize_quad(x, origin, scale, inverse, q: tl.constexpr, TOP: tl.constexpr,
 def nibble_words(first, second, BITS: tl.constexpr):
     """The codes of two quads of a chunk as nibbles, four [32] (`encode.signed_codes`): those of i = 0, 1 of both, then the
     others."""
-    i = tl.arange(0, 4)[None, None, :]
-    word = tl.sum((first + (second << 8)) << (4 * (i % 2) + 16 * (i // 2)), 2) + NIBBLE_BITS
+    codes = split_last4((first + (second << 8)).reshape(128, 4))  # apart, not by a sum, whose layout Triton would choose
+    word = codes[0] + (codes[1] << 4) + (codes[2] << 16) + (codes[3] << 20) + NIBBLE_BITS
     if BITS == 4:  # a magnitude and a sign, as level codes - 7.5
         lower = ~(word | 0x77777777)
         word = word ^ ~0x77777777 ^ (lower - ((lower >> 3) & 0x11111111))
-    return split_last4(word)
+    return split_last4(word.reshape(32, 4))
 
 
 @triton.jit
@@ -157,20 +143,19 @@ def encode_min_max(quads, real, p_codes, p_metadata, DIM: tl.constexpr, PADDED: 
     CHUNKS: tl.constexpr = PADDED // 32
     TOP: tl.constexpr = 2**BITS - 1
     low, high, is_finite = bounds(quads, DIM, PADDED)
-    # The numbers of a token are found by one of its four lanes.
-    usable = own_token((real & is_finite).to(tl.int32)) != 0
-    low = tl.where(usable, own_token(low), 0.0)
-    high = tl.where(usable, own_token(high), 0.0)
+    usable = real & is_finite
+    low = tl.where(usable, low, 0.0)
     minimum = saturate(low).to(tl.float16)
-    step = tl.maximum(tl.div_rn(high - minimum.to(tl.float32), TOP * 1.0), 1e-8)
+    step = tl.maximum(tl.div_rn(tl.where(usable, high, 0.0) - minimum.to(tl.float32), TOP * 1.0), 1e-8)
     scale = saturate(step).to(tl.float16)
-    token = tl.arange(0, 32) % 4 * 8 + tl.arange(0, 32) // 4
-    tl.store(p_metadata + metadata_offset(token, FIELD, FIELDS), scale)
-    tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
+    lane = tl.arange(0, 32)[:, None]
+    token = 8 * tl.arange(0, 4)[None, :] + lane // 4
+    tl.store(p_metadata + metadata_offset(token, FIELD, FIELDS), scale, mask=lane % 4 == 0)
+    tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum, mask=lane % 4 == 0)
     known = usable & (scale > 0)
     divisor = tl.where(known, scale.to(tl.float32), 1.0)
     inverse = tl.where(known, tl.div_rn(1.0, divisor), 0.0)  # with which all codes are zero
-    numbers = lane_tokens(minimum.to(tl.float32)), lane_tokens(divisor), lane_tokens(inverse)
+    numbers = minimum.to(tl.float32)[:, :, None], divisor[:, :, None], inverse[:, :, None]
     for c in tl.static_range(CHUNKS):
         first = quantize_quad(quads[c], *numbers, c, TOP, DIM, PADDED)
         second = quantize_quad(quads[CHUNKS + c], *numbers, CHUNKS + c, TOP, DIM, PADDED)
@@ -180,5 +165,5 @@ def encode_min_max(quads, real, p_codes, p_metadata, DIM: tl.constexpr, PADDED: 
             runs = value_runs(nibble_words(first, second, BITS))
             store_chunk_words(p_codes, c, run_words(runs, BITS, False), CHUNKS)
     lost = tl.max(tl.max((real & ~is_finite).to(tl.int32), 1), 0)
-    saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
-    return lost, tl.max(saturated.to(tl.int32), 0)
+    saturated = ((tl.abs(low) > FP16_MAX) | (step > FP16_MAX)).to(tl.int32)
+    return lost, tl.max(tl.max(saturated, 1), 0)
