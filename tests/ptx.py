@@ -143,6 +143,22 @@ def saturated_multiply_add_halves(a: Register, b: Register, c: Register) -> list
     return [_join_halves(np.nan_to_num(np.clip(result, 0, 1)))]
 
 
+def add_toward_zero(a: Register, b: Register) -> list[Register]:
+    exact = a.astype(np.float64) + b  # of numbers as the kernels add
+    result = exact.astype(np.float32)
+    return [np.where(np.abs(result) > np.abs(exact), np.nextafter(result, np.float32(0)), result)]
+
+
+def extreme(function: Callable[..., Register]) -> Callable[..., list[Register]]:
+    def of_two(a: Register, b: Register) -> list[Register]:
+        if a.dtype != np.uint16:  # the interpreter's bf16
+            return [function(a, b)]
+        wide = [(x.astype(np.uint32) << 16).view(np.float32) for x in (a, b)]
+        return [(function(*wide).view(np.uint32) >> 16).astype(np.uint16)]
+
+    return of_two
+
+
 def multiply(
     registers: tuple[Register, ...], left: Callable[..., Register], right: Callable[..., Register], kind: Any
 ) -> list[Register]:
@@ -175,8 +191,11 @@ INSTRUCTIONS: dict[str, Callable[..., list[Register]]] = {
     "cvt.rn.f16x2.f32": pack_halves,
     "fma.rn.f16x2": multiply_add_halves,
     "fma.rn.sat.f16x2": saturated_multiply_add_halves,
+    "add.rz.f32": add_toward_zero,
+    "min.NaN": extreme(np.minimum),
+    "max.NaN": extreme(np.maximum),
     "s32.s8.s8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.int8), np.int64),
     "s32.s8.u8": lambda *x: multiply(x, lambda y: _bytes(y, np.int8), lambda y: _bytes(y, np.uint8), np.int64),
     "f32.f16.f16": lambda *x: multiply(x, _halves, _halves, np.float64),
 }
-WITHIN_A_LANE = {"cvt.rn.f16x2.f32", "fma.rn.f16x2", "fma.rn.sat.f16x2"}
+WITHIN_A_LANE = {"cvt.rn.f16x2.f32", "fma.rn.f16x2", "fma.rn.sat.f16x2", "add.rz.f32", "min.NaN", "max.NaN"}

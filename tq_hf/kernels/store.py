@@ -1,7 +1,8 @@
 """The store kernel: packs the pages that have become due.
 
 A program, one warp, packs the keys or the values of one 32-token group. What is rotated is encoded in registers
-(`encode.py`). Other formats go over the head in chunks of 32 columns (`lanes.py`): load, quantize, pack and store a chunk.
+(`encode.py`), as are values between their least and largest coordinate (`min_max.py`). Other formats go over the head in
+chunks of 32 columns (`lanes.py`): load, quantize, pack and store a chunk.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from .encode import (
     rotation_fragments,
     token_bits,
 )
-from .lanes import chunk_dims, code_shift, lane_word_offset, load_factors, metadata_offset, row_pointers, sign_shift
+from .lanes import chunk_dims, code_shift, lane_word_offset, load_factors, row_pointers
 from .launch import launch
+from .min_max import encode_min_max, group_tokens, load_quads, saturate
 from .pieces import as_pieces, lanes_first
 from .token_pieces import (
     add_tokens,
@@ -38,7 +40,6 @@ from .token_pieces import (
     to_dims,
 )
 
-FP16_MAX = tl.constexpr(65504.0)
 FP8_MAX = tl.constexpr(448.0)
 REGISTERS = 144  # of a thread, up to 128 dimensions: 14 programs on a multiprocessor, for a few words on the stack
 
@@ -117,103 +118,73 @@ def e4m3(x):
 
 
 @triton.jit
-def saturate(x):
-    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
-
-
-@triton.jit
 def store_chunk(p_codes, codes, c, PADDED: tl.constexpr, BITS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Packs the codes of chunk c, int32 [32 tokens, 32 columns], into lane words and stores them.
-
-    4-bit codes are 3-bit magnitudes with the sign in bit 3.
-    """
+    """Packs the codes of chunk c, int32 [32 tokens, 32 columns] of 8 bits or more, into lane words and stores them."""
     WORDS: tl.constexpr = BITS * PADDED // 32
+    RUN_WORDS: tl.constexpr = BITS // 4
     # [g, t, r, i // 2, i % 2]: lane, run and code of a run. The words come out in the order in which they stand in memory.
     if KEYS:
         codes = codes.reshape(4, 8, 4, 4, 2).permute(1, 2, 0, 3, 4)  # token (r, g), column (t, i)
     else:  # token (h, a // 2, t, a % 2), column (g, p, e)
         codes = codes.reshape(2, 2, 4, 2, 8, 2, 2).permute(4, 2, 5, 0, 6, 1, 3).reshape(8, 4, 4, 4, 2)
     i = 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :]  # [4, 2]
-    lane = 4 * tl.arange(0, 8)[:, None, None] + tl.arange(0, 4)[None, :, None]  # [8, 4, 1]
-    r = tl.arange(0, 4)[None, None, :]
-    if BITS <= 4:
-        if BITS == 4:
-            fields = ((codes & 7) << code_shift(i, 4)) | ((codes >> 3) << sign_shift(i))
-        else:
-            fields = codes << code_shift(i, BITS)
-        words = tl.sum(tl.sum(fields, 4), 3)  # [8, 4, 4]: a word a run
-        if BITS == 4:
-            tl.store(p_codes + lane_word_offset(lane, 4 * c + r, WORDS), words)
-        elif BITS == 3:
-            last = tl.sum(tl.where(r == 3, words, 0), 2)[:, :, None]
-            words = words | (((last >> r) & 0x11111111) << 3)
-            tl.store(p_codes + lane_word_offset(lane, 3 * c + r, WORDS), words, mask=(r < 3) & (lane >= 0))
-        else:
-            odd = tl.arange(0, 2)[None, None, None, :]
-            words = tl.sum(words.reshape(8, 4, 2, 2) << (2 * odd), 3)  # [8, 4, 2]
-            half = tl.arange(0, 2)[None, None, :]
-            tl.store(p_codes + lane_word_offset(lane, 2 * c + half, WORDS), words)
+    lane = 4 * tl.arange(0, 8)[:, None, None, None] + tl.arange(0, 4)[None, :, None, None]  # [8, 4, 1, 1]
+    r = tl.arange(0, 4)[None, None, :, None]
+    fields = codes << code_shift(i, BITS)
+    if BITS == 8:
+        words = tl.sum(tl.sum(fields, 4).reshape(8, 4, 4, 2, 2), 4)
+    elif BITS == 16:
+        words = tl.sum(fields, 4)
     else:
-        RUN_WORDS: tl.constexpr = BITS // 4
-        fields = codes << code_shift(i, BITS)
-        if BITS == 8:
-            words = tl.sum(tl.sum(fields, 4).reshape(8, 4, 4, 2, 2), 4)
-        elif BITS == 16:
-            words = tl.sum(fields, 4)
-        else:
-            words = fields.reshape(8, 4, 4, 8)
-        j = tl.arange(0, RUN_WORDS)[None, None, None, :]
-        word = (4 * c + r[:, :, :, None]) * RUN_WORDS + j
-        tl.store(p_codes + lane_word_offset(lane[:, :, :, None], word, WORDS), words)  # [8, 4, 4, RUN_WORDS]
+        words = fields.reshape(8, 4, 4, 8)
+    word = (4 * c + r) * RUN_WORDS + tl.arange(0, RUN_WORDS)[None, None, None, :]
+    tl.store(p_codes + lane_word_offset(lane, word, WORDS), words)  # [8, 4, 4, RUN_WORDS]
 
 
 @triton.jit
-def pack_plain(rows, real, p_codes, p_metadata, L: tl.constexpr, KEYS: tl.constexpr):
-    """Encodes the group of vectors at `rows` (`token_rows`) in a format that rotates nothing.
+def pack_plain(rows, real, p_codes, L: tl.constexpr, KEYS: tl.constexpr):
+    """Stores the group of vectors at `rows` (`token_rows`) in a format without metadata.
 
     Returns:
-        Whether any real vector was lost for not being finite, and whether metadata saturated fp16, or coordinates fp8.
+        Whether any real vector was lost for not being finite, and whether coordinates saturated fp8.
     """
     DIM: tl.constexpr = L.key_dim if KEYS else L.value_dim
     PADDED: tl.constexpr = L.key_padded if KEYS else L.value_padded
     FORMAT: tl.constexpr = L.key_format if KEYS else L.value_format
     BITS: tl.constexpr = L.key_bits if KEYS else L.value_bits
-    FIELD: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # of values: no such keys have metadata
-    FIELDS: tl.constexpr = L.fields
-    token = tl.arange(0, 32)
     low, high, usable = survey(rows, real, DIM, PADDED)
-    if FORMAT == "min_max":
-        TOP: tl.constexpr = 2**BITS - 1
-        minimum = saturate(low).to(tl.float16)  # [32]
-        step = tl.maximum(tl.div_rn(high - minimum.to(tl.float32), TOP * 1.0), 1e-8)
-        saturated = (tl.abs(low) > FP16_MAX) | (step > FP16_MAX)
-        scale = saturate(step).to(tl.float16)  # [32]
-        tl.store(p_metadata + metadata_offset(token, FIELD, FIELDS), scale)
-        tl.store(p_metadata + metadata_offset(token, FIELD + 1, FIELDS), minimum)
-        origin = minimum.to(tl.float32)[:, None]
-        divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))[:, None]
-    elif FORMAT == "fp8":
-        saturated = tl.maximum(high, -low) > FP8_MAX
-    else:
-        saturated = token < 0
     for c in range(PADDED // 32):
         dims = chunk_dims(c, PADDED, KEYS)
         # The vectors are loaded again, from L1: a block in registers cannot be indexed by column.
         inside = usable[:, None] & (dims < DIM)[None, :]
         v = tl.load(row_pointers(*rows, dims), mask=inside, other=0.0)  # [32, 32]
-        if FORMAT == "min_max":
-            steps = tl.floor(tl.div_rn(v.to(tl.float32) - origin, divisor) + 0.5)
-            codes = tl.where(inside, tl.minimum(tl.maximum(steps, 0), TOP), 0).to(tl.int32)
-            if BITS == 4:  # to a magnitude and a sign, as level codes - 7.5
-                codes = tl.where(codes < 8, 15 - codes, codes - 8)
-        elif FORMAT == "fp8":
+        if FORMAT == "fp8":
             codes = e4m3(v.to(tl.float32))
         elif BITS == 16:
             codes = v.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         else:
             codes = v.to(tl.int32, bitcast=True)
         store_chunk(p_codes, codes, c, PADDED, BITS, KEYS)
-    return tl.max((real & ~usable).to(tl.int32), 0), tl.max(saturated.to(tl.int32), 0)
+    saturated = 0
+    if FORMAT == "fp8":
+        saturated = tl.max((tl.maximum(high, -low) > FP8_MAX).to(tl.int32), 0)
+    return tl.max((real & ~usable).to(tl.int32), 0), saturated
+
+
+@triton.jit
+def pack_min_max(start, first, source, p_codes, p_metadata, L: tl.constexpr):
+    """Encodes the group of values from start on between each one's least and largest coordinate.
+
+    Returns:
+        As `encode_min_max`.
+    """
+    token = group_tokens()
+    real = start + token >= first
+    rows = token_rows(start, token, *source, L.value_dim)
+    quads = load_quads(*rows, real, L.value_dim, L.value_padded)
+    real = lanes_first(real).reshape(32, 4)
+    FIELD: tl.constexpr = 1 if L.key_format == "lloyd_max" else 0  # no other keys have metadata
+    return encode_min_max(quads, real, p_codes, p_metadata, L.value_dim, L.value_padded, L.value_bits, FIELD, L.fields)
 
 
 @triton.jit
@@ -349,7 +320,7 @@ def pack_pages(
             lost, saturated = pack_rotated(rows, tile, first, keys, mean, factors, p_codes, p_metadata,
                                            p_key_fragments, p_key_cells, L, True, FITTED)  # fmt: skip
         else:
-            lost, saturated = pack_plain(rows, tile + token >= first, p_codes, p_metadata, L, True)
+            lost, saturated = pack_plain(rows, tile + token >= first, p_codes, L, True)
     else:
         p_value_codes = p_codes + 32 * L.key_words
         p_values = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh)
@@ -358,8 +329,10 @@ def pack_pages(
         if L.value_format == "lloyd_max":
             lost, saturated = pack_rotated(rows, tile, first, values, None, None, p_value_codes, p_metadata,
                                            p_value_fragments, p_value_cells, L, False, FITTED)  # fmt: skip
+        elif L.value_format == "min_max":
+            lost, saturated = pack_min_max(tile, first, values, p_value_codes, p_metadata, L)
         else:
-            lost, saturated = pack_plain(rows, tile + token >= first, p_value_codes, p_metadata, L, False)
+            lost, saturated = pack_plain(rows, tile + token >= first, p_value_codes, L, False)
     flags = (lost << (i_part % 2)) | (saturated << 2)
     tl.atomic_or(p_flags + i_h, flags, mask=flags != 0, sem="relaxed")
 

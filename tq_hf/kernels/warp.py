@@ -80,6 +80,24 @@ def pack_halves(low, high):
 
 
 @triton.jit
+def extreme(a, b, KIND: tl.constexpr):
+    """The smaller ("min") or larger ("max") of two numbers, NaN if one is; fp16 and bf16 by pairs."""
+    if a.dtype == tl.float32:
+        x = tl.inline_asm_elementwise(
+            KIND + ".NaN.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=a.dtype, is_pure=True, pack=1
+        )
+    elif a.dtype == tl.float16:
+        x = tl.inline_asm_elementwise(
+            KIND + ".NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+        )
+    else:
+        x = tl.inline_asm_elementwise(
+            KIND + ".NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2
+        )
+    return x
+
+
+@triton.jit
 def multiply_add_halves(a, b, c):
     """a * b + c for both fp16 of words, rounded once."""
     return tl.inline_asm_elementwise(
@@ -93,6 +111,12 @@ def saturated_multiply_add_halves(a, b, c):
     return tl.inline_asm_elementwise(
         "fma.rn.sat.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def add_toward_zero(a, b):
+    """a + b in fp32, cut where a sum would be rounded."""
+    return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
