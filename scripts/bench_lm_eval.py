@@ -3,7 +3,8 @@
     python scripts/bench_lm_eval.py [--model NAME_OR_FOLDER] [--text FILE] [--json results.json]
 
 Rolling log-likelihoods of whole windows in each mode, and greedy generation of a fixed length. Each is run once to warm up
-(kernels are compiled then), and the fastest of the further runs counts. Prints a Markdown table.
+(kernels are compiled then); of the further runs, in which the models take turns, since a shared host changes its speed, the
+fastest counts. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -39,29 +40,39 @@ def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, each, 0, metadata=("bench", i, 1)) for i, each in enumerate(arguments)]
 
 
-def seconds(run: Callable[[], object], repeats: int) -> float:
-    """Of the fastest run after one that warms up."""
-    run()
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()  # its answers are numbers on the host: nothing is left to wait for
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+class Bench:
+    """A model with its requests: `runs` are what is timed, by name."""
+
+    def __init__(self, model: HFLM, text: str, args: argparse.Namespace) -> None:
+        self.model = model
+        rolling = requests("loglikelihood_rolling", [(piece,) for piece in windows(model, text, args.rows, args.length)])
+        settings = {"until": [], "max_gen_toks": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
+        pieces = windows(model, text, args.generate_rows, args.generate_length)
+        generating = requests("generate_until", [(piece, settings) for piece in pieces])
+        self.runs: dict[str, Callable[[], object]] = {
+            "rolling": lambda: self._batched(args.rows).loglikelihood_rolling(rolling, True)
+        }
+        if getattr(model, "mode", None) is None or model.mode.kind == "decode":
+            self.runs["generate"] = lambda: self._batched(args.generate_rows).generate_until(generating, True)
+
+    def _batched(self, rows: int) -> HFLM:
+        self.model.batch_size_per_gpu = rows
+        return self.model
 
 
-def measure(model: HFLM, text: str, args: argparse.Namespace) -> dict[str, float]:
-    pieces = windows(model, text, args.rows, args.length)
-    rolling = requests("loglikelihood_rolling", [(piece,) for piece in pieces])
-    settings = {"until": [], "max_gen_toks": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False}
-    short = windows(model, text, args.generate_rows, args.generate_length)
-    generating = requests("generate_until", [(piece, settings) for piece in short])
-    model.batch_size_per_gpu = args.rows
-    result = {"rolling": seconds(lambda: model.loglikelihood_rolling(rolling, True), args.repeats)}
-    if getattr(model, "mode", None) is None or model.mode.kind == "decode":
-        model.batch_size_per_gpu = args.generate_rows
-        result["generate"] = seconds(lambda: model.generate_until(generating, True), args.repeats)
-    return result
+def seconds(benches: dict[str, Bench], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """What each run of each model took, `repeats` times after one that warms up; the models take turns."""
+    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in bench.runs} for name, bench in benches.items()}
+    for repeat in range(repeats + 1):
+        for kind in ("rolling", "generate"):
+            for name, bench in benches.items():
+                if kind in bench.runs:
+                    began = time.perf_counter()
+                    bench.runs[kind]()  # its answers are numbers on the host: nothing is left to wait for
+                    if repeat:
+                        taken[name][kind].append(time.perf_counter() - began)
+                    gc.collect()
+    return taken
 
 
 def main() -> None:
@@ -75,7 +86,7 @@ def main() -> None:
     parser.add_argument("--generate-rows", type=int, default=32, help="prompts in a batch (%(default)s)")
     parser.add_argument("--generate-length", type=int, default=1024, help="tokens a prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="to generate (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="runs after the first (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs after the first (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     source, text = args.model or str(embedded_model()), args.text.read_text(encoding="utf-8")
@@ -83,10 +94,9 @@ def main() -> None:
     makers: dict[str, Callable[[], HFLM]] = {"hf": lambda: HFLM(**common)}
     for mode in ("packed", "decode"):
         makers[f"tq-hf, {mode}"] = lambda mode=mode: TurboQuantLM(preset=args.preset, mode=mode, **common)
-    results: dict[str, dict[str, float]] = {}
-    for name, make in makers.items():
-        results[name] = measure(make(), text, args)
-        gc.collect()
+    benches = {name: Bench(make(), text, args) for name, make in makers.items()}
+    runs = seconds(benches, args.repeats)
+    results = {name: {kind: min(each) for kind, each in taken.items()} for name, taken in runs.items()}
     print(f"\n{source}, preset {args.preset}, {args.device}: seconds, and in brackets times those of hf\n")
     print(f"| | rolling, {args.rows} × {args.length} | generate, {args.generate_rows} × {args.new_tokens} |")
     print("| --- | --- | --- |")
@@ -95,7 +105,8 @@ def main() -> None:
         print(f"| {name} | {' | '.join(cells)} |")
     if args.json is not None:
         facts = {key: str(value) for key, value in vars(args).items()} | {"versions": versions()}
-        args.json.write_text(json.dumps({"settings": facts, "seconds": results}, indent=2) + "\n", encoding="utf-8")
+        found = {"settings": facts, "seconds": results, "runs": runs}
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
