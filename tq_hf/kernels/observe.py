@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..quantizer.conditioning import KEY_FLOOR, QUERY_FLOOR, ROUNDING, SMALLEST
+from .encode import split_last8
 from .lanes import block_dim, keep_bytes, on_device, row_pointers
 from .launch import launch, power_of_two
 from .store import token_rows
@@ -17,36 +18,22 @@ KEY_SHARE = tl.constexpr(KEY_FLOOR)
 QUERY_SHARE = tl.constexpr(QUERY_FLOOR)
 LEAST = tl.constexpr(SMALLEST)
 NOISE = tl.constexpr(ROUNDING)
-STAGED = 1 << 15  # bytes that are loaded at once, or more; two times as many wait in shared memory
+TOKENS = tl.constexpr(8)  # loaded at once
 
 
 @triton.jit
-def counted_keys(start, first, last, source, p_keep, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The keys of the page from start on, fp32, zero where they don't count, and which ones do."""
-    token = tl.arange(0, PAGE)
+def counted_keys(start, first, last, source, p_keep, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The keys at positions start to start + 31, fp32, zero where they don't count, and which ones do."""
+    token = tl.arange(0, 32)
     d = tl.arange(0, BLOCK)
     rows = token_rows(start, token, *source, DIM)
     position = start + token
     counts = (position >= first) & (position < last)
-    x = tl.load(row_pointers(*rows, d), mask=counts[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
     if p_keep is not None:
         counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
+    x = tl.load(row_pointers(*rows, d), mask=counts[:, None] & (d < DIM)[None, :], other=0.0).to(tl.float32)
     counts = counts & (tl.sum(x * 0.0, 1) == 0.0)  # infinities and NaN times zero are NaN
     return tl.where(counts[:, None], x, 0.0), counts
-
-
-@triton.jit
-def split_rows(x):
-    """[N, M] to a list of N [M], in their order; N is a power of two of at most 32."""
-    parts = [x]
-    for bit in tl.static_range(5):
-        if 1 << bit < x.shape[0]:
-            new = []
-            for k in tl.static_range(1 << bit):
-                first, second = tl.split(parts[k].reshape(2, x.shape[0] >> (bit + 1), x.shape[1]).permute(1, 2, 0))
-                new = new + [first, second]
-            parts = new
-    return [part.reshape(x.shape[1]) for part in parts]
 
 
 @triton.jit
@@ -72,12 +59,9 @@ def observe_tokens(
     p_key, p_query, p_ring, p_row_start, p_counters, p_balance, p_energy, p_partner, p_share, p_keep, n, window, sinks,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_keep,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, PAGE: tl.constexpr, CENTERED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1, H, B).
-
-    TOKENS: whose queries are loaded at once. STAGES: of loading pages.
-    """
+    """Grid (1, H, B)."""
     i_h, i_b = tl.program_id(1), tl.program_id(2)
     head = (i_b * tl.num_programs(1) + i_h) * DIM
     if tl.load(p_balance + head) != 0:
@@ -107,7 +91,7 @@ def observe_tokens(
                 counts = counts & (tl.load(p_keep + position, mask=counts, other=0) != 0)
             counts = counts & (tl.sum(tl.sum(x * 0.0, 2), 1) == 0.0)  # infinities and NaN times zero are NaN
             squares = tl.where(counts[:, None], tl.sum(x * x, 1), 0.0)  # [TOKENS, BLOCK]
-            each = split_rows(squares)
+            each = split_last8(squares.trans(1, 0))
             for i in tl.static_range(TOKENS):  # one by one: the sum is the same for all chunks
                 energy += each[i]
     tl.store(p_energy + head + d, energy, mask=inside)
@@ -118,13 +102,20 @@ def observe_tokens(
     source = (length, p_head, stride_kt, p_slots, window + PAGE)
     spread = tl.zeros([BLOCK], tl.float32)
     key_energy = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(page_end - PAGE, last, PAGE, num_stages=STAGES):  # what a page's mean leaves is what is quantized
-        x, counts = counted_keys(start, first, last, source, p_keep, PAGE, DIM, BLOCK)
-        key_energy += tl.sum(x * x, 0)
+    for block in range(page_end - PAGE, last, PAGE):  # what a page's mean leaves is what is quantized
+        mean = tl.zeros([BLOCK], tl.float32)
         if CENTERED:
-            mean = tl.sum(x, 0) / tl.maximum(tl.sum(counts.to(tl.int32), 0), 1)
+            count = 0
+            for start in range(block, block + PAGE, 32):
+                x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
+                mean += tl.sum(x, 0)
+                count += tl.sum(counts.to(tl.int32), 0)
+            mean /= tl.maximum(count, 1)
+        for start in range(block, block + PAGE, 32):
+            x, counts = counted_keys(start, first, last, source, p_keep, DIM, BLOCK)
+            key_energy += tl.sum(x * x, 0)
             x = tl.where(counts[:, None], x - mean[None, :], 0.0)
-        spread += tl.sum(x * x, 0)
+            spread += tl.sum(x * x, 0)
     differ = tl.sum(spread, 0) > tl.sum(key_energy, 0) * NOISE
     partner = tl.load(p_partner + d, mask=inside, other=0).to(tl.int32)
     share = tl.load(p_share + d, mask=inside, other=0.0)
@@ -160,16 +151,12 @@ def observe(
         query = query.contiguous()
     keep = keep_bytes(keep)
     group_block, block = power_of_two(group), block_dim(dim)
-    staged = STAGED // key.element_size()
-    tokens = max(8, min(32, staged // (group_block * block)))
-    numbers = block * max(group_block * tokens, page_size)
     with on_device(key.device):
         launch(
-            observe_tokens, (1, heads, batch), {"num_warps": max(4, min(16, numbers // 1024))},
+            observe_tokens, (1, heads, batch), {"num_warps": max(4, min(16, group_block * block // 256))},
             (key, query, ring_key, row_start, counters, balance, query_energy, partner, partner_share, keep, n,
              recent_window, sinks,
              *((0, 0, 0) if query is None else query.stride()[:3]), *key.stride()[:3],
              0 if keep is None else keep.stride(0)),
-            GROUP=group, GROUP_BLOCK=group_block, PAGE=page_size, CENTERED=center_keys, DIM=dim, BLOCK=block, TOKENS=tokens,
-            STAGES=3 if page_size * block <= staged else 1,
+            GROUP=group, GROUP_BLOCK=group_block, PAGE=page_size, CENTERED=center_keys, DIM=dim, BLOCK=block,
         )  # fmt: skip
