@@ -275,8 +275,9 @@ def pack_pages(
     heads, n, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_page_ids, stride_keep,
     L: tl.constexpr, FITTED: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H * 2 * groups * max_due, B): head, keys or values, group and due page; row. What stands side by side in memory,
-    the heads' vectors of a token, is read at about the same time.
+    """Grid (H * groups * max_due * 2, B): head, group, due page, keys or values; row. What stands side by side in memory,
+    the heads' vectors of a token, is read at about the same time. Keys, which take longer, come first, and together: the
+    two sides share no code.
 
     AWAITED: whether the next kernel may start before this one has finished, and waits for it.
     """
@@ -284,9 +285,11 @@ def pack_pages(
         gdc_launch_dependents()
     i_b = tl.program_id(1)
     i_h = tl.program_id(0) % heads
-    i_part = tl.program_id(0) // heads
-    i_group = i_part // 2 % L.groups
-    i_due = i_part // (2 * L.groups)
+    of_side = tl.num_programs(0) // 2
+    i_side = tl.program_id(0) // of_side
+    i_part = tl.program_id(0) % of_side // heads
+    i_group = i_part % L.groups
+    i_due = i_part // L.groups
     PAGE: tl.constexpr = 32 * L.groups
     length = tl.load(p_counters)
     packed_end = tl.load(p_counters + 1)
@@ -303,7 +306,7 @@ def pack_pages(
     tile = start + i_group * 32
     token = tl.arange(0, 32)
     ring = (i_b * heads + i_h).to(tl.int64) * (window + PAGE)
-    if i_part % 2 == 0:
+    if i_side == 0:
         p_keys = p_key + (i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh)
         keys = (length, p_keys, stride_kt, p_ring_key + ring * L.key_dim, window + PAGE)
         rows = token_rows(tile, token, *keys, L.key_dim)
@@ -333,7 +336,7 @@ def pack_pages(
             lost, saturated = pack_min_max(tile, first, values, p_value_codes, p_metadata, L)
         else:
             lost, saturated = pack_plain(rows, tile + token >= first, p_value_codes, L, False)
-    flags = (lost << (i_part % 2)) | (saturated << 2)
+    flags = (lost << i_side) | (saturated << 2)
     tl.atomic_or(p_flags + i_h, flags, mask=flags != 0, sem="relaxed")
 
 
