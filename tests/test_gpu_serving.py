@@ -97,11 +97,11 @@ def test_concurrent_users_wait_for_each_other(folder: str) -> None:
 def said_until_the_end(process: subprocess.Popen[str]) -> str:
     """What a process prints that is about to end; the stacks of its threads if it does not."""
     try:
-        return process.communicate(timeout=60)[0]
+        return process.communicate(timeout=120)[0]
     except subprocess.TimeoutExpired:
         ended = process.poll()
         process.send_signal(signal.SIGABRT)
-        pytest.fail(f"code {ended} after 60 s, {process.communicate(timeout=20)[0]}")
+        pytest.fail(f"code {ended} after 120 s, {process.communicate(timeout=20)[0]}")
 
 
 @pytest.mark.parametrize("name", ["command", "space"])
