@@ -117,31 +117,23 @@ def _short(length: int) -> str:
 
 
 def _scatter(results: Sequence[StoredResults]) -> Any:
-    """KL and tokens a second against bytes."""
-    figure, axes = figure_of(len(results), 2)
-    for found, row in zip(results, axes):
-        for panel, (key, label) in zip(row, (("kl", "KL, nats"), ("tokens_per_s", "tokens/s"))):
-            for name, entry in measured(found).items():
-                if name == DYNAMIC and key == "kl":  # nothing, or next to it, which a logarithmic axis has no place for
-                    continue
-                color = "#b23a48" if name in OTHERS else "#0b6e4f"
-                panel.plot(entry["bytes"] / 2**20, entry[key], "o", color=color, markersize=5)
-                at = (entry["bytes"] / 2**20, entry[key])
-                panel.annotate(
-                    name.removeprefix("QuantizedCache "),
-                    at,
-                    textcoords="offset points",
-                    xytext=(4, 3),
-                    fontsize=6,
-                    color=color,
-                )
-            if key == "kl":
-                panel.set_yscale("log")
-            panel.margins(x=0.2)  # for the names
-            panel.set_title(title(found), fontsize=10)
-            panel.set_xlabel("MiB")
-            panel.set_ylabel(label)
-            panel.grid(which="major", linewidth=0.3)
+    """KL against bytes."""
+    figure, axes = figure_of(len(results), 1)
+    for found, (panel,) in zip(results, axes):
+        for name, entry in measured(found).items():
+            if name == DYNAMIC:  # nothing, or next to it, which a logarithmic axis has no place for
+                continue
+            color = "#b23a48" if name in OTHERS else "#0b6e4f"
+            at = (entry["bytes"] / 2**20, entry["kl"])
+            panel.plot(*at, "o", color=color, markersize=5)
+            label = name.removeprefix("QuantizedCache ")
+            panel.annotate(label, at, textcoords="offset points", xytext=(4, 3), fontsize=6, color=color)
+        panel.set_yscale("log")
+        panel.margins(x=0.2)  # for the names
+        panel.set_title(title(found), fontsize=10)
+        panel.set_xlabel("MiB")
+        panel.set_ylabel("KL, nats")
+        panel.grid(which="major", linewidth=0.3)
     return figure
 
 

@@ -1,6 +1,6 @@
 """The bars that the kernels and whole models are to reach on an H200, beside what the benchmarks measured.
 
-python scripts/bars.py DIR     DIR: where `scripts/gpu_check --out` and `bench_generate.py --json` left their JSON
+python scripts/bars.py DIR     DIR: where `scripts/gpu_check --out` and `bench_*.py --json` left their JSON
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ FIRST_TOKEN = ((8192, 1.05), (0, 1.15))  # against DynamicCache's time
 CACHE_SHARE_FROM, CACHE_SHARES = 32768, {"tq4": 0.28, "tq3": 0.22, "tq2": 0.15}  # of bf16 bytes, from so many tokens on
 DECODE_PEAK = {"8x32k": 0.32}  # of DynamicCache's, beyond weights
 LARGEST_BATCH = {"tq4": 3.2}  # times DynamicCache's
+LM_EVAL = {"packed": {"rolling": 2.0}, "decode": {"rolling": 6.0, "generate": 1.3}}  # by mode, times `hf`'s time
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,13 @@ def _faster(what: str, row: dict[str, Any], others: list[dict[str, Any]], limit:
     return Bar(what, min(other["step_s"] for other in others) / row["step_s"], limit, at_least=True)
 
 
+def lm_eval_bars(found: dict[str, Any]) -> Iterator[Bar]:
+    for name, limits in LM_EVAL.items():
+        for kind, limit in limits.items():
+            taken = found["seconds"][f"tq-hf, {name}"][kind] / found["seconds"]["hf"][kind]
+            yield Bar(f"lm-eval, {kind}, mode {name}: times hf", taken, limit)
+
+
 def _tokens(point: str) -> int:
     text = point.split("x")[1]
     return 1024 * int(text.removesuffix("k")) if text.endswith("k") else int(text)
@@ -188,6 +196,7 @@ BARS: dict[str, Callable[[dict[str, Any]], Iterator[Bar]]] = {
     "bench_store": store_bars,
     "bench_host": host_bars,
     "bench_generate": generate_bars,
+    "bench_lm_eval": lm_eval_bars,
 }
 
 

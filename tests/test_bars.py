@@ -68,6 +68,16 @@ def test_extend_store_and_host() -> None:
     assert by_name(list(bars.host_bars({"steps": steps}))) == {"1x8192, 0 padding: host µs of update + attend": (61, False)}
 
 
+def test_lm_eval() -> None:
+    seconds = {"rolling": 0.1, "generate": 2.0}
+    found = {"hf": seconds, "tq-hf, packed": {"rolling": 0.19}, "tq-hf, decode": {"rolling": 0.5, "generate": 2.8}}
+    assert by_name(list(bars.lm_eval_bars({"seconds": found}))) == {
+        "lm-eval, rolling, mode packed: times hf": (1.9, True),
+        "lm-eval, rolling, mode decode: times hf": (5.0, True),
+        "lm-eval, generate, mode decode: times hf": (1.4, False),
+    }
+
+
 def test_the_table_of_a_folder_ends_with_what_is_missed(tmp_path: Path) -> None:
     (tmp_path / "bench_decode.json").write_text(json.dumps(DECODE))
     lines = bars.table(bars.read_bars(tmp_path)).splitlines()

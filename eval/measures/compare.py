@@ -156,7 +156,8 @@ class Compare(Study):
     @classmethod
     def tables(cls, results: Sequence[StoredResults]) -> dict[str, str]:
         shown = {}
-        head = ["cache", "MiB", "times smaller", "tokens/s", "KL, nats", "top-1, %", "PPL", "quantized, %", "layers"]
+        # No tokens/s, which are of one run each: a shared host changes its speed meanwhile (`bench_generate` takes turns).
+        head = ["cache", "MiB", "times smaller", "KL, nats", "top-1, %", "PPL", "quantized, %", "layers"]
         for found in results:
             entries = measured(found)
             whole = entries.get(DYNAMIC)
@@ -168,7 +169,6 @@ class Compare(Study):
                         name,
                         f"{r['bytes'] / 2**20:.1f}",
                         ratio,
-                        f"{r['tokens_per_s']:.1f}",
                         f"{r['kl']:.5f}",
                         f"{100 * r['top1']:.1f}",
                         f"{r['ppl']:.3f}",
