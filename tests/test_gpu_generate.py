@@ -139,6 +139,22 @@ def test_the_caller_does_not_wait_for_the_gpu_while_decoding() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_first_prompt_of_a_cache_waits_in_its_first_layer_at_most() -> None:
+    model = tiny_model(num_hidden_layers=4).cuda()
+    model.set_attn_implementation("turboquant")
+    ids, caches = prompt(1, PROMPT_TOKENS).cuda(), [TurboQuantCache(model.config) for _ in range(2)]
+    with torch.no_grad():
+        model(ids, past_key_values=caches[0])  # kernels are compiled
+        torch.cuda.synchronize()
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
+        try:
+            model(ids, past_key_values=caches[1])
+        finally:
+            hook.remove()
+            torch.cuda.set_sync_debug_mode("default")
+    assert caches[1].report().packed_tokens > 0
+
+
 class NoWaits(BaseStreamer):
     """From its eighth token on, whatever makes the host wait for the GPU raises an error."""
 

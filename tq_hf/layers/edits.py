@@ -87,7 +87,7 @@ class LayerEdits:
             self.pending = None
             self.is_empty, self.is_torn = True, False
             self.counters.zero_()
-            self.counters[1] = self.config.sink_tokens
+            self.counters[1:2].fill_(self.config.sink_tokens)
             self.flags.zero_()
             self._forget_balance()
             return
@@ -140,7 +140,7 @@ class LayerEdits:
             return
         length, packed_end, self.is_empty, copies, overwritten, slots = self.before
         used = self.table.entries_to(packed_end)
-        self.counters.copy_(int32([length, packed_end, used]))
+        self.counters.copy_(int32([length, packed_end, used]), non_blocking=True)
         self.length, self.packed_end = length, packed_end
         for name, tensor in copies.items():
             setattr(self, name, tensor)

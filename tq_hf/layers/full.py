@@ -108,7 +108,8 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             self.table.pages.put(self.slot, torch.zeros(shape, dtype=torch.int32, device=self.device))
         self.flags = torch.zeros(heads, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(3, dtype=torch.int32, device=self.device)
-        self.counters[1] = self.packed_end = self.table.sink_tokens
+        self.packed_end = self.table.sink_tokens
+        self.counters[1:2].fill_(self.packed_end)  # an item that is assigned is copied, for which the host waits
         self.balance = self.query_energy = None
         if self.config.balance_keys:
             shape = (batch, heads, self.key_dim)

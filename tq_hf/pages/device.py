@@ -39,8 +39,8 @@ class DeviceTable:
         if last > self.entries.shape[0]:
             self.hold(*table_tensors(self.device, rows, spans, row_starts))
         elif last > first:
-            self.page_ids[:, first:last].copy_(int32([row[first:] for row in rows]))
-            self.entries[first:last].copy_(int32(spans[first:]))
+            self.page_ids[:, first:last].copy_(int32([row[first:] for row in rows]), non_blocking=True)
+            self.entries[first:last].copy_(int32(spans[first:]), non_blocking=True)
 
 
 @torch.inference_mode(False)
@@ -57,9 +57,9 @@ def table_tensors(
     page_ids = torch.full((len(rows), room), NO_PAGE, dtype=torch.int32, device=device)
     entries = torch.zeros((room, 2), dtype=torch.int32, device=device)
     if used:
-        page_ids[:, :used].copy_(int32(rows))
-        entries[:used].copy_(int32(spans))
-    return page_ids, entries, int32(row_starts).to(device)
+        page_ids[:, :used].copy_(int32(rows), non_blocking=True)
+        entries[:used].copy_(int32(spans), non_blocking=True)
+    return page_ids, entries, int32(row_starts).to(device, non_blocking=True)
 
 
 def int32(values: Sequence[object]) -> Tensor:

@@ -142,7 +142,7 @@ class BlockTable(TableEdits):
                 [start if start < length else found for start, found in zip(self.row_starts, first.tolist(), strict=True)]
             )
             for device_table in self._devices.values():
-                device_table.row_start.copy_(int32(self.row_starts))
+                device_table.row_start.copy_(int32(self.row_starts), non_blocking=True)
 
     def note_no_padding(self, length: int) -> None:
         """Let rows start where they do: a layer has taken its tokens up to `length` in without a mask.
@@ -250,7 +250,7 @@ class BlockTable(TableEdits):
             self.spans = [*spans, *((end + e * self.page_size, self.page_size) for e in range(room))]
             self._rewrite()
             for device_table in self._devices.values():
-                device_table.row_start.copy_(int32(row_starts))
+                device_table.row_start.copy_(int32(row_starts), non_blocking=True)
             return place
         self.pages.references = [0] * pages
         self.rows = [list(row) for row in page_ids]
