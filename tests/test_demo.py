@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,6 +421,28 @@ def test_side_by_side_stops(duel: side_by_side.SideBySide, folder: str, monkeypa
     *_, end = updates
     assert "Stopped" in end[0] and end[4]["visible"] and not end[5]["visible"]
     assert not any(thread.name == "tq_hf-stream" for thread in threading.enumerate())
+
+
+def test_side_by_side_stops_while_it_measures(
+    duel: side_by_side.SideBySide, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def endless(*arguments: Any) -> None:
+        begun.set()
+        while True:
+            arguments[-1](1)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(side_by_side, "score_texts", endless)
+    monkeypatch.setattr(side_by_side, "STILL_MEASURING_S", 0.05)
+    duel.begin(TEXT, visitor())
+    said = []
+    for status, *_ in duel.run(folder, "tq2", TEXT, 4, visitor()):
+        said.append(status)
+        if begun.is_set():
+            duel.stop(visitor())
+    assert "Stopped" in said[-1]
 
 
 # -- panels --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from html import escape
@@ -26,6 +27,7 @@ from .panels import Growth, buttons
 from .serving import EXACT, SHOW_SECONDS, Models, Sessions, explain, new_cache, on_gpu
 
 WARM_UP = 4  # new tokens before the clocks run on a GPU
+MEASURING, STILL_MEASURING_S = "Measuring how far the distributions are apart …", 1.0
 QUESTION = "In plain words, what should a keeper do if the line on the sheet becomes flat during a storm, and why?"
 PROMPT = f"{chapters(1, 4)}\n\n{QUESTION}"
 
@@ -116,13 +118,16 @@ class SideBySide:
                     )
                 if time.monotonic() - shown > SHOW_SECONDS or not waiting:
                     shown = time.monotonic()
-                    yield Race(length, (sides[0], sides[1]), [], 0.0, "Measuring how far the distributions are apart …"
-                               if not waiting else "Writing …")  # fmt: skip
+                    note = "Writing …" if waiting else MEASURING
+                    yield Race(length, (sides[0], sides[1]), [], 0.0, note)
         text = torch.tensor([[*ids[0].tolist(), *sides[0].tokens]], device=ids.device)
-        yield self._measured(loaded, preset, text, length, (sides[0], sides[1]))
+        yield from self._measured(loaded, preset, text, length, (sides[0], sides[1]))
 
-    def _measured(self, loaded: Loaded, preset: str, text: torch.Tensor, length: int, sides: tuple[Side, Side]) -> Race:
-        """The distributions along the exact cache's text, with both caches."""
+    def _measured(
+        self, loaded: Loaded, preset: str, text: torch.Tensor, length: int, sides: tuple[Side, Side]
+    ) -> Iterator[Race]:
+        """The distributions along the exact cache's text, with both caches. Until they are there, it says every second that
+        they are being measured, which is where a visitor's stop takes effect."""
         config = PRESETS[preset]
         needed = first_page_tokens(config)
         if text.shape[1] <= needed:
@@ -130,15 +135,31 @@ class SideBySide:
                 f"No page is packed in {text.shape[1]} tokens: {preset} packs the first one after {needed}. A longer text"
                 " shows what packing changes."
             )
-            return Race(length, sides, [], 0.0, note)
-        exact, packed = new_cache(loaded.model, EXACT), new_cache(loaded.model, preset)
-        try:
-            (scores,) = score_texts(loaded.model, text, exact, [packed], text_chunks(text.shape[1], config))
-        except ValueError as error:  # a model none of whose layers is packed
-            return Race(length, sides, [], 0.0, explain(error))
+            yield Race(length, sides, [], 0.0, note)
+            return
+        caches = new_cache(loaded.model, EXACT), [new_cache(loaded.model, preset)]
+        is_left = threading.Event()
+
+        def between_chunks(tokens: int) -> None:
+            if is_left.is_set():
+                raise CancelledError
+
+        with ThreadPoolExecutor(1) as thread:
+            arguments = loaded.model, text, *caches, text_chunks(text.shape[1], config), between_chunks
+            measuring = thread.submit(score_texts, *arguments)
+            try:
+                while wait([measuring], timeout=STILL_MEASURING_S).not_done:
+                    yield Race(length, sides, [], 0.0, MEASURING)
+            finally:
+                is_left.set()
+            try:
+                (scores,) = measuring.result()
+            except ValueError as error:  # a model none of whose layers is packed
+                yield Race(length, sides, [], 0.0, explain(error))
+                return
         first = text.shape[1] - scores.kl.shape[1]
         kl = [(first + i, max(value, 0.0)) for i, value in enumerate(scores.kl[0].tolist())]
-        return Race(length, sides, kl, scores.same.mean().item(), "")
+        yield Race(length, sides, kl, scores.same.mean().item(), "")
 
     # -- handlers ------------------------------------------------------------------------------------------------------
     def begin(self, prompt: str, request: gr.Request) -> tuple[Any, ...]:
