@@ -187,9 +187,13 @@ def _takes_back(cache: Cache) -> bool:
     own = getattr(cache, "self_attention_cache", cache)  # an EncoderDecoderCache crops dynamic ones only
     if own is not cache and not all(isinstance(part, DynamicCache) for part in (own, cache.cross_attention_cache)):
         return False
-    # What has to be told to remember forgets otherwise. Older releases' quantized layers take themselves for croppable.
-    forgets = (hasattr(layer, "activate_past_recording") or isinstance(layer, QuantizedLayer) for layer in own.layers)
-    return bool(own.is_croppable) and not any(forgets)
+    return bool(own.is_croppable) and not any(_forgets(layer) for layer in own.layers)
+
+
+def _forgets(layer: Any) -> bool:
+    """Whether a layer that calls itself croppable is not: it has to be told beforehand to remember; or, in older releases,
+    it is a quantized one, or one that the model leaves empty."""
+    return hasattr(layer, "activate_past_recording") or isinstance(layer, QuantizedLayer) or not layer.is_initialized
 
 
 def _room(cache: Cache | None) -> float:
