@@ -37,10 +37,11 @@ def decode_ahead(model: Any, input_ids: Tensor, generation_config: Any, **argume
 
     It is transformers' own loop with another answer to when to stop: tokens, scores and whatever else `generate()` returns
     are the same. Where all rows end before `max_new_tokens`, one step is computed for nothing, which logits processors and
-    stopping criteria see too; the cache takes its token back by `crop(-1)` (a page that was packed with it stays packed).
-    Where a cache that outlives the call cannot do that (sliding windows, linear attention, transformers' quantized caches,
-    older releases' `StaticCache`), the loop waits as ever. A streamer gets each token a step later. Worth it with a static
-    cache, which `generate()` compiles; on a CPU nothing is gained.
+    stopping criteria see too; the cache takes its token back by `crop(-1)`, after which a page that was packed with it stays
+    packed, and its query counts in the balance of keys if that is not fixed yet. Where a cache that outlives the call cannot
+    take back a token (sliding windows, linear attention, transformers' quantized caches, older releases' `StaticCache`), the
+    loop waits as ever. A streamer gets each token a step later. Worth it with a static cache, which `generate()` compiles;
+    on a CPU nothing is gained.
 
     `generate()` finds no tokenizer for `stop_strings` beside a callable `custom_generate`, whichever it is: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
