@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 import transformers.generation.utils as loops
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache, StoppingCriteria
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache, StoppingCriteria
+from transformers.cache_utils import QuantizedLayer
 from transformers.generation.streamers import BaseStreamer
 
 from tests import tiny_models
@@ -109,11 +111,9 @@ def test_rows_that_end_early_cost_one_step_which_leaves_no_trace(tiny_model: Pre
         steps = len(calls)
         early = run(tiny_model, ids, early_cache, True, eos_token_id=list(ends))
     assert 70 < plain.shape[1] < 70 + NEW and torch.equal(plain, early)
-    assert len(calls) - steps == steps + 1
-    held = plain.shape[1] - 1
-    assert int(plain_cache.get_seq_length()) == held
     # StaticCache learnt to crop in a later release.
-    assert int(early_cache.get_seq_length()) in ((held, held + 1) if kind == "static" else (held,))
+    assert len(calls) - steps == steps + early_cache.is_croppable and (early_cache.is_croppable or kind == "static")
+    assert [int(cache.get_seq_length()) for cache in (plain_cache, early_cache)] == [plain.shape[1] - 1] * 2
     more = torch.cat([plain, prompt(3, 9)], 1)
     plain, early = (run(tiny_model, more, each, each is early_cache) for each in (plain_cache, early_cache))
     assert torch.equal(plain, early)
@@ -145,8 +145,11 @@ def test_what_generate_returns_besides(tiny_model: PreTrainedModel, ends_early: 
 
 def test_sampling_draws_the_same(tiny_model: PreTrainedModel) -> None:
     options = {"do_sample": True, "top_k": 20, "temperature": 1.5, "stopping_criteria": [StopAt([90])]}
-    (plain, early), _ = both(tiny_model, "packed", prompt(1, 70), **options)
-    assert torch.equal(plain, early)
+    numbers = []
+    for is_ahead in (False, True):
+        output = run(tiny_model, prompt(1, 70), make("packed", tiny_model), is_ahead, **options)
+        numbers.append((output, torch.rand(9)))  # what comes next, too
+    assert all(torch.equal(plain, early) for plain, early in zip(*numbers))
 
 
 @pytest.mark.parametrize("stop", [71, 72, 90, 200])
@@ -160,18 +163,120 @@ def test_a_streamer_gets_every_token_once_in_order(tiny_model: PreTrainedModel, 
     assert all(torch.equal(torch.cat(each.tokens), outputs[0][0]) and each.ends == 1 for each in streamers)
 
 
-@pytest.mark.parametrize("family", ["gemma3_hybrid", "mistral_sliding", "qwen3_next", "jamba"])
+class Interrupting(Collected):
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.tokens) == 6:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed, static", "dynamic"])
+def test_a_streamer_that_raises_sees_the_cache_without_its_token(tiny_model: PreTrainedModel, kind: str) -> None:
+    for is_ahead in (False, True):
+        cache = make(kind, tiny_model)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny_model, prompt(1, 70), cache, is_ahead, streamer=Interrupting())
+        assert cache.get_seq_length() == 74
+
+
+def test_a_streamer_is_not_taken_from_another_models_generate(tiny_model: PreTrainedModel) -> None:
+    """A logits processor may decode with a model whose `generate()` is its own."""
+    other, streamer, found = tiny_models.tiny_model("gpt2"), Collected(), []
+
+    def processor(ids: Tensor, scores: Tensor) -> Tensor:
+        found.append([ahead._given_to_generate(model, "streamer") for model in (tiny_model, other)])
+        return scores
+
+    run(tiny_model, prompt(1, 70), None, True, streamer=streamer, logits_processor=[processor], max_new_tokens=2)
+    assert found == [[streamer, None]] * 2 and streamer.ends == 1
+
+
+@pytest.mark.parametrize("kind", ["packed, static", "static"])
+def test_a_full_static_cache_gets_no_step_more(tiny_model: PreTrainedModel, kind: str) -> None:
+    options = {"stopping_criteria": [StopAt([141])], "min_new_tokens": 11}
+    (plain, early), caches = both(tiny_model, kind, prompt(1, 130), **options)
+    assert torch.equal(plain, early) and [int(cache.get_seq_length()) for cache in caches] == [140, 140]
+
+
+def test_a_cache_that_fails_to_crop_says_so(
+    tiny_model: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a static one does whose spare entries are used up."""
+
+    def crop(tokens: int) -> None:
+        raise RuntimeError("no more crops")
+
+    cache = make("packed", tiny_model)
+    monkeypatch.setattr(cache, "crop", crop)
+    monkeypatch.setattr(ahead.logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    output = run(tiny_model, prompt(1, 70), cache, True, stopping_criteria=[StopAt([80])])
+    assert output.shape[1] == cache.get_seq_length() == 80
+    assert "holds the last token too, which generate() leaves out: no more crops" in caplog.text
+
+
+FORGETFUL = ("gemma3_hybrid", "mistral_sliding", "qwen3_next", "jamba")
+
+
+@pytest.mark.parametrize("family", FORGETFUL)
 @pytest.mark.parametrize("length", [20, 70])
-def test_models_whose_layers_forget(family: str, length: int) -> None:
-    """They keep the last token, and go on from there as from a cache without it."""
+def test_caches_that_forget_are_not_run_ahead_of(family: str, length: int) -> None:
+    """With one token more than `generate()` leaves in them, a call with the same ids would read all of them again."""
     model = tiny_models.tiny_model(family)
-    ids = prompt(1, length)
+    ids, outputs = prompt(1, length), []
     caches = [TurboQuantCache(model.config, "raw", **SMALL) for _ in range(2)]
-    outputs = [run(model, ids, cache, i == 1, stopping_criteria=[StopAt([length + 11])]) for i, cache in enumerate(caches)]
-    assert torch.equal(*outputs) and outputs[0].shape[1] == length + 11
-    assert [cache.get_seq_length() for cache in caches] == [length + 10, length + 11]
-    more = torch.cat([outputs[0], prompt(1, 9)], 1)
-    assert torch.equal(*(run(model, more, cache, i == 1, min_new_tokens=NEW) for i, cache in enumerate(caches)))
+    for i, cache in enumerate(caches):
+        with counted(model) as calls:
+            outputs.append(run(model, ids, cache, i == 1, stopping_criteria=[StopAt([length + 11])]))
+        assert len(calls) == 11 and cache.get_seq_length() == length + 10
+    assert torch.equal(*outputs)
+    assert torch.equal(*(run(model, outputs[0], cache, i == 1, min_new_tokens=NEW) for i, cache in enumerate(caches)))
+
+
+@pytest.mark.parametrize("family", FORGETFUL)
+def test_caches_that_nobody_sees_are_run_ahead_of(family: str) -> None:
+    model, outputs, steps = tiny_models.tiny_model(family), [], []
+    for is_ahead in (False, True):
+        with counted(model) as calls:
+            outputs.append(run(model, prompt(1, 70), None, is_ahead, stopping_criteria=[StopAt([81])]))
+        steps.append(len(calls))
+    assert torch.equal(*outputs) and steps == [11, 12]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bart", None), ("bart", DynamicCache), ("bart", StaticCache), ("t5_position_bias", DynamicCache)],
+)
+def test_encoder_decoder_models(family: str, kind: Any) -> None:
+    """Of their caches only dynamic ones crop; T5's has layers for its encoder's depth, one of which stays empty."""
+    model, outputs = tiny_models.tiny_model(family), []
+    for is_ahead in (False, True):
+        size = {"max_cache_len": 60} if kind is StaticCache else {}
+        cache = kind and EncoderDecoderCache(*(kind(config=model.config, **size) for _ in range(2)))
+        outputs.append(run(model, prompt(2, 60), cache, is_ahead, stopping_criteria=[StopAt([9, 12])]))
+        assert cache is None or cache.get_seq_length() == 11
+    assert torch.equal(*outputs) and outputs[0].shape[1] == 12
+
+
+class Requantized(QuantizedLayer):
+    """Without the packages that transformers' own need."""
+
+    def __init__(self) -> None:
+        super().__init__(axis_key=0, axis_value=0, q_group_size=16, residual_length=8)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor.clone()
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def test_transformers_quantized_caches_are_not_run_ahead_of(tiny_model: PreTrainedModel) -> None:
+    caches = [Cache(layers=[Requantized() for _ in range(tiny_model.config.num_hidden_layers)]) for _ in range(2)]
+    outputs = [
+        run(tiny_model, prompt(1, 70), cache, i == 1, stopping_criteria=[StopAt([80])]) for i, cache in enumerate(caches)
+    ]
+    assert torch.equal(*outputs) and [cache.get_seq_length() for cache in caches] == [79, 79]
 
 
 def test_without_a_cache_of_ones_own(tiny_model: PreTrainedModel) -> None:
