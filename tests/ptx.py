@@ -25,6 +25,8 @@ def install() -> None:
     # Triton 3.7 and before have np.maximum, which returns NaN where either number is, as no GPU does.
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    # The interpreter rounds a product before it adds to it.
+    interpreter.InterpreterBuilder.create_fma = lambda self, x, y, z: self.ternary_op(x, y, z, fused_multiply_add)
 
 
 def create_inline_asm(
@@ -43,6 +45,20 @@ def create_inline_asm(
         results = [np.stack(x, -1).reshape(shape) for x in zip(*each, strict=True)]
     scalars = [getattr(kind, "scalar", kind) for kind in types]
     return _Results([interpreter.TensorHandle(x, kind) for x, kind in zip(results, scalars, strict=True)])
+
+
+def fused_multiply_add(a: Register, b: Register, c: Register) -> Register:
+    """a * b + c in fp32, rounded once: in fp64 the product is exact, and a sum that is not is rounded to odd, from where it
+    rounds to fp32 as the exact sum does."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        product, c = a.astype(np.float64) * b, c.astype(np.float64)
+        total = product + c
+        added = total - product
+        missed = (product - (total - added)) + (c - added)
+        bits = total.view(np.int64)
+        inexact = np.isfinite(missed) & (missed != 0) & (bits % 2 == 0)
+        bits = bits + np.where(inexact, np.where((missed > 0) == (total > 0), 1, -1), 0)
+        return bits.view(np.float64).astype(np.float32)
 
 
 class _Results:

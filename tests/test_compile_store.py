@@ -60,17 +60,17 @@ def launches(
     return found
 
 
-# Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 408 to 624 in the one of 256
-# dimensions in fp16, none and 432 in the first of min-max values.
+# Triton 3.6 to 3.9 leave different numbers of bytes on the stack: 16 and 32 in the first case, 408 to 624 in the last, none
+# and 40 in the first of min-max values.
 @pytest.mark.parametrize(
     ("architecture", "preset", "dims", "dtype", "most_registers", "most_stack"),
     [
         (90, "tq4", (128, 128), torch.bfloat16, 144, 64),
         (90, "tq3", (96, 96), torch.float32, 144, 160),
         (80, "tq2", (128, 128), torch.bfloat16, 144, 320),
-        (90, "4bit_nc", (128, 128), torch.bfloat16, 144, 448),
-        (80, "3bit_nc", (96, 96), torch.float32, 144, 336),
-        (90, "4bit_nc", (256, 256), torch.float16, 255, 592),
+        (90, "4bit_nc", (128, 128), torch.bfloat16, 144, 64),
+        (80, "3bit_nc", (96, 96), torch.float32, 144, 64),
+        (90, "4bit_nc", (256, 256), torch.float16, 255, 64),
         (90, "tq4", (256, 256), torch.float16, 255, 416),
         (90, "tq4", (192, 128), torch.bfloat16, 255, 64),
         (90, "tq3", (64, 128), torch.bfloat16, 144, 128),
@@ -86,8 +86,8 @@ def test_packing_stays_in_registers(
     registers, stack = resources(kernel, tmp_path)
     assert registers <= most_registers and stack <= most_stack
     assert lanes_hold_elements(kernel.asm["ttgir"]) >= 20
-    if not preset.endswith("_nc"):  # their values' metadata change lanes through it with Triton 3.9
-        assert kernel.metadata.shared == 0
+    # With min-max values, metadata change lanes through it since Triton 3.7, and keys in fp32 with 3.9.
+    assert kernel.metadata.shared <= (1024 if preset.endswith("_nc") else 0)
 
 
 @pytest.mark.parametrize(

@@ -255,8 +255,9 @@ def assert_same_state(got: State, expected: State, layout: PageLayout) -> None:
         same = (difference == 0).all(-1)
         torch.testing.assert_close(scale[same], expected_scale[same], rtol=1e-3, atol=1e-7)
         torch.testing.assert_close(scale, expected_scale, rtol=0.1, atol=1e-7)  # another code, another norm
-    if "value_min" in got_parts:
-        assert torch.equal(got_parts["value_min"], expected_parts["value_min"])
+    if layout.value_format == "min_max":
+        for name in ("value_scale", "value_min"):
+            assert torch.equal(got_parts[name], expected_parts[name]), name
 
 
 def check(case: Case, device: str, chunks: tuple[int, ...], row_start: list[int], masked: bool = False) -> None:
@@ -377,6 +378,48 @@ def test_extreme_magnitudes_stay_with_their_vectors(name: str, device: str) -> N
     for got, expected in zip(gather(*extreme.read, case.layout.name, 32), gather(*plain.read, case.layout.name, 32)):
         assert got.isfinite().all()
         assert torch.equal(got[:, :, others], expected[:, :, others])
+
+
+def values_on_edges(case: Case, tokens: int, generator: torch.Generator) -> Tensor:
+    """[B, H, tokens, dim]: numbers half way between two codes, and in fp32 next to it, of scales of all fp16 mantissas."""
+    shape = (BATCH, HEADS, tokens, case.value_dim)
+    top = 2**case.layout.value_bits - 1
+    scale = torch.rand(*shape[:3], 1, generator=generator).add(1).half().float() * 2.0 ** -torch.arange(tokens)[
+        :, None
+    ].fmod(9)
+    steps = torch.randint(0, 2 * top + 1, shape, generator=generator) / 2
+    steps[..., 0], steps[..., -1] = 0, top
+    value = scale * (steps - torch.randint(0, top, (*shape[:3], 1), generator=generator))
+    aside = torch.randint(-1, 2, shape, generator=generator)
+    aside[..., 0] = aside[..., -1] = 0
+    return (value * (1 + aside * 2.0**-23)).to(case.dtype)
+
+
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize(
+    ("bits", "dim", "dtype"),
+    [(2, 18, BF16), (3, 80, FP16), (4, 112, BF16), (8, 64, BF16), (8, 160, FP32), (4, 254, FP32)],
+    ids=str,
+)
+def test_values_between_their_bounds_are_the_references(bits: int, dim: int, dtype: torch.dtype, device: str) -> None:
+    """On the edges between codes, and of any size; vectors with a bad coordinate, wherever it is, are lost alone."""
+    case = own("fp8", 8, "min_max", bits, (32, dim), dtype, page_size=64, recent_window=0, sink_tokens=0)
+    generator = torch.Generator().manual_seed(bits * dim)
+    expected = fresh_state(case, 128, [0, 3], generator)
+    got = expected.to(device)
+    key = random_tokens(case, 128, generator)[0]
+    value = values_on_edges(case, 128, generator)
+    for i, bad in enumerate((float("inf"), float("-inf"), float("nan"))):
+        for d in (0, dim // 2, dim - 1):
+            value[0, 1, 10 * i + d % 7, d] = bad
+    for i, size in enumerate((1e-38, 1e-30, 1e-9, 1e-7, 1e-4, 6e4, 1e9, 3e37)):
+        value[1, 0, 40 + i] = (size * torch.randn(dim, generator=generator)).to(dtype)
+        value[1, 1, 50 + i] = size
+    value[0, 0, 7], value[0, 0, 9] = 0.0, -0.0
+    commit_chunks(reference.commit, expected, case, key, value, (70, 58), None)
+    commit_chunks(commit, got, case, key.to(device), value.to(device), (70, 58), None)
+    assert got.flags.tolist() == ([2, 2] if dtype is FP16 else [4, 6])  # what saturates is beyond fp16
+    assert_same_state(got.to("cpu"), expected, case.layout)
 
 
 @pytest.mark.parametrize("device", EITHER)

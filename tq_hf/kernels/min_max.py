@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 from .dequant import split_last4
-from .encode import join4, run_words, split_last8, store_chunk_words, value_runs
+from .encode import FP16_MAX, join4, run_words, split_last8, store_chunk_words, value_runs
 from .lanes import metadata_offset
-from .pieces import lanes_first, load_width, of_lane, of_piece
+from .pieces import CHOICES_ARE_ALIGNED, lanes_first, load_width, of_lane, of_piece
 from .warp import add_toward_zero, extreme, transpose
 
-FP16_MAX = tl.constexpr(65504.0)
 UNITS = tl.constexpr(8388608.0)  # 2**23: numbers from here to its double are integers, which their lowest bits hold
 UNITS_BITS = tl.constexpr(0x4B000000)
-NIBBLE_BITS = tl.constexpr(0x05000000)  # takes `UNITS_BITS` off a word of nibbles: what the first two codes' leave of it
+# Takes off what `UNITS_BITS` of four codes come to in a word of nibbles: those of the last two are shifted out of it.
+NIBBLE_BITS = tl.constexpr(0x05000000)
 
 
 @triton.jit
@@ -50,14 +50,24 @@ def quad_dims(q: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_quads(is_new, p_new, p_ring, real, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The quads [32, 4, 4] of a lane's tokens (`token_rows` of `group_tokens`); zeros unless `real`, and from DIM on."""
-    WIDTH: tl.constexpr = load_width(p_new.dtype.element_ty)
+def load_quads(in_first, p_first, p_second, real, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The D/16 quads of a lane's tokens, [32, 4 tokens, 4] each, of the model's dtype.
+
+    Args:
+        in_first, p_first, p_second: `token_rows` of `group_tokens`.
+        real: as many tokens, for others than which zeros are loaded; as for dimensions from DIM on.
+    """
+    WIDTH: tl.constexpr = load_width(p_first.dtype.element_ty)
     quads = []
     for m in tl.static_range(PADDED // 4 // WIDTH):
         d = of_lane(tl.arange(0, 32) % 4 * (PADDED // 4) + WIDTH * m) + tl.arange(0, WIDTH)[None, None, :]
         mask = real if DIM == PADDED else real & (d < DIM)
-        x = tl.load(tl.where(is_new, p_new + d, p_ring + d), mask=mask, other=0.0, eviction_policy="evict_first")
+        if CHOICES_ARE_ALIGNED:
+            p = tl.where(in_first, p_first + d, p_second + d)
+            x = tl.load(p, mask=mask, other=0.0, eviction_policy="evict_first")
+        else:
+            x = tl.load(p_first + d, mask=mask & in_first, other=0.0, eviction_policy="evict_first")
+            x = tl.load(p_second + d, mask=mask & ~in_first, other=x, eviction_policy="evict_first")
         x = lanes_first(x)
         if WIDTH == 8:
             first, second = tl.split(x.reshape(32, 4, 2, 4).permute(0, 1, 3, 2))
@@ -69,17 +79,22 @@ def load_quads(is_new, p_new, p_ring, real, DIM: tl.constexpr, PADDED: tl.conste
 
 @triton.jit
 def bounds(quads, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Least and largest coordinate of a lane's tokens, and whether all are finite; [32, 4] each."""
+    """Least and largest coordinate of a lane's tokens, fp32, and whether all are finite; [32, 4] each.
+
+    Least and largest mean nothing where some coordinate is NaN.
+    """
     low = quads[0]
     high = quads[0]
+    highest = tl.full(low.shape, float("inf"), tl.float32).to(low.dtype)  # the interpreter has no constants in bf16
+    lowest = tl.full(low.shape, float("-inf"), tl.float32).to(low.dtype)
     for q in tl.static_range(len(quads)):
         if DIM == PADDED:
             low = extreme(low, quads[q], "min")
             high = extreme(high, quads[q], "max")
         else:
             inside = quad_dims(q, PADDED) < DIM
-            least = tl.where(inside, quads[q], float("inf"))
-            largest = tl.where(inside, quads[q], float("-inf"))
+            least = tl.where(inside, quads[q], highest)
+            largest = tl.where(inside, quads[q], lowest)
             low = extreme(low, least, "min") if q > 0 else least
             high = extreme(high, largest, "max") if q > 0 else largest
     low = low.to(tl.float32)
@@ -94,7 +109,7 @@ def quantize_quad(x, origin, scale, inverse, q: tl.constexpr, TOP: tl.constexpr,
     """The codes of a quad, int32 with `UNITS_BITS` added to each."""
     x = x.to(tl.float32) - origin
     # As x / scale rounds: what the product with the rounded inverse misses is exact in fp32, for a scale has 11 bits, and
-    # no quotient by one comes as close to the middle of two numbers as the correction is off.
+    # no quotient by one is closer to the middle of two numbers than 2**-36 of it, a thousand times what the sum is off.
     steps = x * inverse
     steps = tl.fma(tl.fma(steps, -scale, x), inverse, steps)
     steps = tl.minimum(tl.maximum(steps + 0.5, 0.0), TOP * 1.0)  # 0 for NaN, which only vectors have that are left out
@@ -136,9 +151,11 @@ def encode_min_max(quads, real, p_codes, p_metadata, DIM: tl.constexpr, PADDED: 
     Args:
         quads: of a lane's tokens (`load_quads`).
         real: [32, 4], the tokens that were loaded.
+        p_codes: int32, where the group's value codes start.
+        p_metadata: fp16, where the group's metadata start; the scales are field FIELD of FIELDS, the minima the next.
 
     Returns:
-        Whether any real vector was lost for not being finite, and whether any scale or minimum saturated fp16.
+        Whether any real vector was lost for not being finite, and whether any scale or minimum saturated fp16; int32.
     """
     CHUNKS: tl.constexpr = PADDED // 32
     TOP: tl.constexpr = 2**BITS - 1

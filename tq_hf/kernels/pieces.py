@@ -18,7 +18,11 @@ import triton.language as tl
 
 from .warp import round_to_pair
 
-LANES_SECOND = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+LANES_SECOND = tl.constexpr(RELEASE >= (3, 7))
+# Since 3.8, Triton takes pointers that a `tl.where` chose, of which n follow each other, to be aligned to n bytes at most:
+# of eight bf16, it would have two lanes load half each.
+CHOICES_ARE_ALIGNED = tl.constexpr(RELEASE < (3, 8))
 
 
 @triton.constexpr_function

@@ -41,7 +41,9 @@ from .token_pieces import (
 )
 
 FP8_MAX = tl.constexpr(448.0)
-REGISTERS = 144  # of a thread, up to 128 dimensions: 14 programs on a multiprocessor, for a few words on the stack
+# Of a thread, up to 128 dimensions, for a few words on the stack: a multiprocessor runs 12 programs at once, as each quarter
+# of it has room for three (up to 168 registers).
+REGISTERS = 144
 
 
 @triton.jit
