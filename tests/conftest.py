@@ -16,6 +16,8 @@ from tests.command_line import CommandLine
 from tests.word_model import save_word_model
 from tq_hf import embedded_model as embedded
 
+pytest.register_assert_rewrite("tests.kernel_states")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

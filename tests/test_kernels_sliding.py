@@ -8,9 +8,9 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from tests.kernel_states import State, assert_same_state
 from tests.test_cache import states
 from tests.test_kernels_attend import INTERPRETED, TOLERANCE, interpreted
-from tests.test_kernels_store import State, assert_same_state
 from tq_hf import TurboQuantCache, reference
 from tq_hf.layers.sliding import SlidingLayer
 from tq_hf.layout import PageLayout

@@ -9,8 +9,8 @@ import math
 
 import pytest
 import torch
-from test_kernels_store import BATCH, EITHER, FP32, HEADS, commit_chunks, fresh_state, own
 
+from tests.kernel_states import BATCH, EITHER, FP32, HEADS, commit_chunks, fresh_state, own
 from tq_hf.kernels.commit import commit, gather
 from tq_hf.layout import padded_dim
 from tq_hf.quantizer.codebooks import distortion

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import KernelInterface
 
+from tests import kernel_states as storing
 from tests import test_kernels_attend as attention
 from tests import test_kernels_observe as statistics
-from tests import test_kernels_store as storing
 from tq_hf import kernels
 
 KERNELS = Path(kernels.__file__).parent

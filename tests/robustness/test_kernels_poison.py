@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernel_states import EITHER, FP16, State, commit_chunks, fresh_state, preset, random_tokens
 from tests.robustness.counts import count
 from tests.robustness.rows import same_bits
 from tests.test_kernels_attend import STATE, Case, make, make_mask
-from tests.test_kernels_store import EITHER, FP16, State, commit_chunks, fresh_state, preset, random_tokens
 from tq_hf import reference
 from tq_hf.kernels import attend, commit, gather
 
