@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from tq_hf import decode_ahead
-from tq_hf.commands import first_line
+from tq_hf.errors import first_line, is_out_of_memory
 from tq_hf.generation.comparison import Generation, cache_nbytes, generate_timed
 
 from .caches import BenchCache, warm_up_prompt
@@ -215,7 +215,7 @@ def free(device: torch.device) -> None:
 def failure(error: BaseException) -> Result:
     """How a cell that could not be measured is kept: running out of memory is a result."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
+    if is_out_of_memory(error):
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
         free = re.search(r"of which ([\d.]+ \w+) is free", text)
         return {"oom": f"{asked[1] if asked else 'memory'} more" + (f", {free[1]} free" if free else "")}

@@ -71,8 +71,9 @@ class Results:
 
 
 def code_hash(cache: str) -> str:
-    """Changes with all that a result depends on: for other projects' caches, this benchmark alone."""
-    files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), ROOT / "tq_hf" / "generation" / "comparison.py"]
+    """Changes with all that a result depends on: for other projects' caches, this benchmark and how it generates."""
+    generation = ROOT / "tq_hf" / "generation"
+    files = [*(ROOT / "scripts" / "generate_bench").glob("*.py"), generation / "ahead.py", generation / "comparison.py"]
     if CACHES[cache].packed:
         files += (ROOT / "tq_hf").rglob("*.py")
     return hash_of(files)
