@@ -388,14 +388,14 @@ def test_the_first_difference_is_marked_in_both_texts(duel: side_by_side.SideByS
     size = CacheSize(100, 400, 0)
     one = side_by_side.Side([1, 2, 3], ["a", " <b>", " c"], [(9, 400, 400)], CacheSize(400, 400, 0), 1.0)
     other = side_by_side.Side([1, 7], ["a", " x"], [(9, 100, 400)], size, 1.0)
-    race = side_by_side.Race(8, (one, other), [], 0.0, "")
+    race = side_by_side.Race(8, (one, other), "")
     assert re.findall(r"<mark title=\"[^\"]*number 2\">(.*?)</mark>", duel._shown("tq4", race)[0]) == [
         "&lt;b&gt;",
         "x",
     ]
     # Half of a character is no text yet: the mark is where it is whole. The end is a mark of its own.
     parts = side_by_side.Side([1, 7, 8], ["a", "", "🙂"], [], size, 1.0), side_by_side.Side([1, 2], ["a", ""], [], size, 1.0)
-    shown = duel._shown("tq4", side_by_side.Race(8, parts, [], 0.0, ""))[0]
+    shown = duel._shown("tq4", side_by_side.Race(8, parts, ""))[0]
     assert re.findall(r"<mark [^>]*>(.*?)</mark>", shown) == ["🙂", "∅"]
     assert side_by_side.verdict("tq4", race) == "tq4: a cache 4.00 times smaller, token 2 is the first that differs."
     assert side_by_side.first_difference([1, 2], [1, 2, 3]) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -54,16 +54,16 @@ class Race:
 
     Attributes:
         prompt_tokens: length of the prompt.
+        note: why there is no `kl`, or what is going on.
         kl: KL(exact || packed) in nats by position in the text; empty before it is measured.
         top1: share of positions where both rank the same token first.
-        note: why there is no `kl`, or what is going on.
     """
 
     prompt_tokens: int
     sides: tuple[Side, Side]
-    kl: list[tuple[int, float]]
-    top1: float
     note: str
+    kl: Sequence[tuple[int, float]] = ()
+    top1: float = 0.0
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
@@ -93,7 +93,7 @@ class SideBySide:
         length, shown = ids.shape[1], 0.0
         sides = [Side([], [], [], CacheSize(0, 0, 0), 0.0)] * 2
         if loaded.model.device.type == "cuda":  # kernels are compiled at their first call, and only the packed side has many
-            yield Race(length, (sides[0], sides[1]), [], 0.0, "Warming up …")
+            yield Race(length, (sides[0], sides[1]), "Warming up …")
             for name in (EXACT, preset):
                 generate_timed(loaded.model, ids, new_cache(loaded.model, name), min(WARM_UP, new_tokens))
         caches = [new_cache(loaded.model, EXACT), new_cache(loaded.model, preset)]
@@ -119,7 +119,7 @@ class SideBySide:
                 if time.monotonic() - shown > SHOW_SECONDS or not waiting:
                     shown = time.monotonic()
                     note = "Writing …" if waiting else MEASURING
-                    yield Race(length, (sides[0], sides[1]), [], 0.0, note)
+                    yield Race(length, (sides[0], sides[1]), note)
         text = torch.tensor([[*ids[0].tolist(), *sides[0].tokens]], device=ids.device)
         yield from self._measured(loaded, preset, text, length, (sides[0], sides[1]))
 
@@ -135,7 +135,7 @@ class SideBySide:
                 f"No page is packed in {text.shape[1]} tokens: {preset} packs the first one after {needed}. A longer text"
                 " shows what packing changes."
             )
-            yield Race(length, sides, [], 0.0, note)
+            yield Race(length, sides, note)
             return
         caches = new_cache(loaded.model, EXACT), [new_cache(loaded.model, preset)]
         is_left = threading.Event()
@@ -149,17 +149,17 @@ class SideBySide:
             measuring = thread.submit(score_texts, *arguments)
             try:
                 while wait([measuring], timeout=STILL_MEASURING_S).not_done:
-                    yield Race(length, sides, [], 0.0, MEASURING)
+                    yield Race(length, sides, MEASURING)
             finally:
                 is_left.set()
             try:
                 (scores,) = measuring.result()
             except ValueError as error:  # a model none of whose layers is packed
-                yield Race(length, sides, [], 0.0, explain(error))
+                yield Race(length, sides, explain(error))
                 return
         first = text.shape[1] - scores.kl.shape[1]
         kl = [(first + i, max(value, 0.0)) for i, value in enumerate(scores.kl[0].tolist())]
-        yield Race(length, sides, kl, scores.same.mean().item(), "")
+        yield Race(length, sides, "", kl, scores.same.mean().item())
 
     # -- handlers ------------------------------------------------------------------------------------------------------
     def begin(self, prompt: str, request: gr.Request) -> tuple[Any, ...]:
