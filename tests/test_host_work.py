@@ -99,6 +99,20 @@ def test_balance_is_observed_until_every_row_has_a_page(monkeypatch: pytest.Monk
         assert len(calls) == before + 1
 
 
+@pytest.mark.parametrize("batch", [1, 2], ids=["", "padded"])
+def test_most_decode_steps_are_one_call(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Attention and what is left of `commit`, without a look at the mask: all but those in which a page falls due."""
+    cache = TurboQuantCache(CONFIG, **SIZES)
+    prompt = SINKS + 2 * PAGE + WINDOW
+    step(cache, prompt, padded(prompt) if batch == 2 else None, batch=batch)
+    at_once = counted(monkeypatch, ops, "attend_and_commit")
+    attends, commits = counted(monkeypatch, ops, "attend"), counted(monkeypatch, ops, "commit")
+    for i in range(1, 4 * PAGE + 1):
+        step(cache, 1, padded(prompt + i) if batch == 2 else None, batch=batch)
+    assert len(attends) == len(commits) == 4 * PAGE and len(at_once) == 4 * PAGE - 4
+    assert cache.packed_layers[0].counters.tolist() == [prompt + 4 * PAGE, SINKS + 6 * PAGE, 6]
+
+
 def test_a_new_cache_does_not_work_out_again_what_its_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(
         hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rope_theta=777.0

@@ -198,6 +198,28 @@ def check(case: Case, device: str) -> None:
     size = expected.double().pow(2).mean().sqrt()
     error = (actual.double() - expected.double()).pow(2).mean().sqrt()
     assert error <= TOLERANCE * size, f"{case}: relative RMS error {error / size:.1e}"
+    length, packed_end, _ = state["counters"].tolist()
+    if key.shape[2] == 1 and length + 1 - packed_end < config.recent_window + config.page_size:
+        check_appended((query, key, value), state, rest[len(STATE) :], config, actual)
+
+
+def check_appended(
+    new: tuple[Tensor, Tensor, Tensor],
+    state: dict[str, Any],
+    rest: list[Any],
+    config: TurboQuantConfig,
+    attended: Tensor,
+) -> None:
+    """A token that makes no page due can be committed by the same call."""
+    from tq_hf.kernels.attend import attend
+
+    found, expected = ([state[name] if state[name] is None else state[name].clone() for name in STATE] for _ in range(2))
+    out = attend(*new, *found, *rest, config.recent_window)
+    assert torch.equal(out, attended)
+    flags = torch.zeros(state["pool"].shape[1], dtype=torch.int32, device=attended.device)
+    reference.commit(*new[1:], *expected, flags, None, rest[2], config.recent_window, 0)
+    for name, a, b in zip(STATE, found, expected, strict=True):
+        assert a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()), name
 
 
 def narrow(page_size: int = 32, **options: object) -> tuple[tuple[str, object], ...]:

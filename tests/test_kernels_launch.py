@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from tq_hf.kernels import launch as launching
-from tq_hf.kernels.launch import Call, Launcher, driver_launch, launch
+from tq_hf.kernels.launch import Call, Chain, Launcher, driver_launch, launch
 
 on_gpu = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 CONSTANTS = {"WIDTH": 8}
@@ -135,6 +135,44 @@ def test_each_misaligned_tensor_counts() -> None:
     assert [arguments[:2] for _, _, arguments in kernel.launches[4:8]] == [
         (X[1:].data_ptr(), X.data_ptr()), (X.data_ptr(), X[1:].data_ptr()), (X[1:].data_ptr(),) * 2, (X.data_ptr(), None)
     ]  # fmt: skip
+
+
+def test_a_chain_launches_each_call_with_its_tensors() -> None:
+    kernels = [FakeKernel() for _ in range(3)]
+    calls = [Call(Launcher(kernel, OPTIONS, CONSTANTS), (i, 1, 1), (i, 0.5)) for i, kernel in enumerate(kernels)]
+    chain = Chain([(calls[0], (2, 0)), (calls[1], (1,)), (calls[2], (0, None, 1, None))])
+    a, b, c = (torch.zeros(32) for _ in range(3))
+    for _ in range(3):
+        chain(a, b, c)
+    takes: tuple[tuple[Any, ...], ...] = ((c, a), (b,), (a, None, b, None))
+    for i, (kernel, taken) in enumerate(zip(kernels, takes, strict=True)):
+        addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in taken)
+        assert kernel.launches == [
+            ("compiled", (i, 1, 1), (*taken, i, 0.5, 8)),
+            *[("driver", (i, 1, 1), (*addresses, i, 0.5, 8))] * 2,
+        ]
+
+
+def test_a_chain_knows_tensors_that_are_not_aligned() -> None:
+    kernels = [FakeKernel(), FakeKernel()]
+    chain = Chain([(Call(Launcher(kernel, OPTIONS, CONSTANTS), (1, 1, 1), (5,)), (i,)) for i, kernel in enumerate(kernels)])
+    for tensors in ((X, X), (X, X[1:]), (X[1:], X)) * 2:
+        chain(*tensors)
+    for kernel, order in zip(kernels, ((X, X, X[1:]), (X, X[1:], X)), strict=True):
+        assert kernel.compilations == 2
+        assert [arguments[0] for _, _, arguments in kernel.launches[-3:]] == [tensor.data_ptr() for tensor in order]
+
+
+def test_a_chain_goes_on_where_one_call_is_new() -> None:
+    """Calls are launched in their order, those that Triton has to compile among them."""
+    known, new = FakeKernel(), FakeKernel()
+    known.launches = new.launches  # in one list
+    launcher = Launcher(known, OPTIONS, CONSTANTS)
+    for _ in range(2):
+        Call(launcher, (1, 1, 1), (5,))(X)
+    new.launches.clear()
+    Chain([(Call(launcher, (1, 1, 1), (5,)), (0,)), (Call(Launcher(new, OPTIONS, CONSTANTS), (2, 1, 1), (5,)), (0,))])(X)
+    assert [(how, grid) for how, grid, _ in new.launches] == [("driver", (1, 1, 1)), ("compiled", (2, 1, 1))]
 
 
 def test_each_device_has_its_own() -> None:

@@ -194,7 +194,7 @@ def _packed(
             causal = False
         out = attend_first(query, key, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     else:
-        out = layer.attend(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
+        return layer.attend_and_commit(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
     layer.commit(step, mask, query)
     return out
 

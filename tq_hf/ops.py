@@ -110,40 +110,50 @@ def has_kernels(layout: str) -> bool:
     return page.scale != "norm" or page.key_format != "lloyd_max"
 
 
+def _arguments(op: str) -> list[str]:
+    return [a.name for a in getattr(torch.ops.tq_hf, op).default._schema.arguments]
+
+
 def _position(op: str, argument: str) -> int | None:
-    names = [a.name for a in getattr(torch.ops.tq_hf, op).default._schema.arguments]
+    names = _arguments(op)
     return names.index(argument) if argument in names else None
+
+
+@lru_cache(maxsize=None)  # asked at every call
+def _in_kernels(name: str, layout: str | None) -> Callable[..., Any] | None:
+    """The op of this name in Triton, None if it is not there for the layout."""
+    if layout is not None and not has_kernels(layout):
+        return None
+    from . import kernels  # imported on first use: a machine without a GPU needs no Triton
+
+    found: Callable[..., Any] = getattr(kernels, name)
+    return found
 
 
 def _on_cuda(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
     layout = _position(name, "layout")
 
-    @lru_cache(maxsize=None)
-    def implementation(layout: str | None) -> Callable[..., Any]:
-        if layout is not None and not has_kernels(layout):
-            return in_reference
-        from . import kernels  # imported on first use: a machine without a GPU needs no Triton
-
-        return getattr(kernels, name)
-
     def launch(*args: Any) -> Any:
-        return implementation(None if layout is None else args[layout])(*args)
+        return (_in_kernels(name, None if layout is None else args[layout]) or in_reference)(*args)
 
     return launch
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a call that takes this tensor is for a GPU, and nothing traces or intercepts it."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+        return False
+    return tensor.is_cuda and torch._C._len_torch_dispatch_stack() == 0
+
+
 def _without_dispatcher(name: str, in_reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The op of this name, past torch's dispatcher where tensors are on a GPU and nothing traces or intercepts the call:
-    the dispatcher takes the host longer than a kernel's launch."""
+    """The op of this name, past torch's dispatcher where `_is_plain`: it takes the host longer than a kernel's launch."""
     registered, on_cuda = getattr(torch.ops.tq_hf, name), _on_cuda(name, in_reference)
     counters = _position(name, "counters")  # a tensor that every op has
     assert counters is not None
 
     def call(*args: Any) -> Any:
-        traced = torch.compiler.is_compiling() or type(args[counters]) is not Tensor
-        if traced or not args[counters].is_cuda or torch._C._len_torch_dispatch_stack() > 0:
-            return registered(*args)
-        return on_cuda(*args)
+        return on_cuda(*args) if _is_plain(args[counters]) else registered(*args)
 
     return call
 
@@ -164,10 +174,28 @@ for _name, _reference, _fake in (
     _library.impl(_name, _unordered(_name, _on_cuda(_name, _reference)), "CUDA")
     torch.library.register_fake(f"tq_hf::{_name}", _fake, lib=_library)
 
+_COUNTERS, _MASK, _LAYOUT = map(_arguments("attend").index, ("counters", "mask", "layout"))
+
 attend = _without_dispatcher("attend", reference.attend)
 observe = _without_dispatcher("observe", reference.observe)
 commit = _without_dispatcher("commit", reference.commit)
 gather = _without_dispatcher("gather", reference.gather)
+
+
+def attend_and_commit(flags: Tensor, recent_window: int, *args: Any) -> Tensor:
+    """`attend`, then `commit` of the single new token, which makes no page due: a decode step, which kernels do in one chain
+    of launches.
+
+    Args:
+        flags, recent_window: of `commit`.
+        args: of `attend`.
+    """
+    if _is_plain(args[_COUNTERS]) and (run := _in_kernels("attend", args[_LAYOUT])) is not None:
+        done: Tensor = run(*args, recent_window)
+        return done
+    out: Tensor = attend(*args)
+    commit(*args[1:_MASK], flags, None, args[_LAYOUT], recent_window, 0)
+    return out
 
 
 class InferenceOnly(torch.autograd.Function):

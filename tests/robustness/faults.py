@@ -136,7 +136,7 @@ class FailingOp:
         return call
 
     def __enter__(self) -> FailingOp:
-        self._ops = {name: getattr(ops, name) for name in ("attend", "observe", "commit", "gather")}
+        self._ops = {name: getattr(ops, name) for name in ("attend", "attend_and_commit", "observe", "commit", "gather")}
         for name, op in self._ops.items():
             setattr(ops, name, self._around(op))
         return self

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..layout import padded_dim
+from .commit import appending
 from .lanes import on_device
-from .launch import Call
+from .launch import Call, Chain
 from .schedule import Schedule, schedule
 from .workspace import view
 
@@ -42,6 +43,7 @@ def attend(
     softcap: float,
     causal: bool,
     max_entries: int,
+    recent_window: int | None = None,
 ) -> Tensor:
     """Attend to everything committed and to the new tokens `key` and `value`. The state is described in `tq_hf.ops`.
 
@@ -58,6 +60,7 @@ def attend(
         softcap: scores become `softcap * tanh(score / softcap)`; 0 for none.
         causal: whether a query sees no position after its own.
         max_entries: upper bound of the entries in use.
+        recent_window: commits the new token (n = 1), which makes no page due, behind attention; None commits nothing.
 
     Returns:
         [B, q, Hq, Dv] in the query's dtype; zeros for a query that has nothing to attend to.
@@ -69,80 +72,107 @@ def attend(
     if pool.shape[0] == 0:
         max_entries = 0  # entries without a page, of padding: nothing is there to be read
     dtype, device = ring_key.dtype, query.device
-    query, key, value = _vectors(query, dtype), _vectors(key, dtype), _vectors(value, dtype)
+    query, query_strides = _vectors(query, dtype)
+    key, key_strides = _vectors(key, dtype)
+    value, value_strides = _vectors(value, dtype)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
     mask_strides = None if mask is None else _steps(mask)
     alike = (
-        layout, key.shape, key.stride(), value.stride(), ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
+        layout, key.shape, key_strides, value_strides, ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
         None if aux_sinks is None else aux_sinks.dtype, out.dtype, device, max_entries, scaling, softcap, causal,
+        balance is not None, recent_window,
     )  # fmt: skip
-    exact = (ring_key, ring_value, sink_key, sink_value)
-    given = (key, value, pool, exact, page_ids, entries, row_start, counters, balance)
+    given = (key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters)
     with on_device(device):
         if queries <= QUERIES:
-            calls(query.shape, query.stride(), 0, queries, mask_strides, *alike)(query, given, mask, aux_sinks, out)
+            run = calls(query.shape, query_strides, 0, queries, mask_strides, *alike)
+            run(query, given, balance, mask, aux_sinks, out)
             return out
         step = min(queries, _queries_at_once(batch * query_heads, value.shape[3]))
         for start in range(0, queries, step):
             part = slice(start, start + step)
             some, seen = query[:, :, part], mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
-            calls(some.shape, query.stride(), start, queries, mask_strides, *alike)(
-                some, given, seen, aux_sinks, out[:, part]
-            )
+            run = calls(some.shape, query_strides, start, queries, mask_strides, *alike)
+            run(some, given, balance, seen, aux_sinks, out[:, part])
     return out
 
 
+# What is handed to the kernels of a few queries, in this order; tensors of `OPTIONAL` may be missing.
+NEW = ("query", "key", "value", "ring_key", "ring_value", "sink_key", "sink_value")
+TENSORS = ("query", "key", "value", "pool", *NEW[3:], "page_ids", "entries", "row_start", "counters", "work", "out")
+OPTIONAL = ("balance", "mask", "aux_sinks", "query_signs", "tables", "value_signs")
+# What each of them takes.
+PREPARE = ("query", "pool", "page_ids", "entries", "row_start", "counters", "balance", "mask", "query_signs", "work")
+EXACT = (*NEW, "row_start", "counters", "mask", "work")
+DECODE = (*NEW, "pool", "tables", "page_ids", "row_start", "counters", "mask", "work")
+COMBINE = ("work", "value_signs", "aux_sinks", "row_start", "counters", "out")
+APPEND = (*NEW[1:], "row_start", "counters")
+ADVANCE = ("counters",)
+
+
 @dataclass(frozen=True, slots=True)
-class Calls:
-    """The kernels of a call with their numbers, by `plan`, for calls of the same shapes and strides: those of all layers,
-    and of the steps until a page falls due."""
+class FewQueries:
+    """The kernels of a call that decodes (or has no pages) with their numbers, by `plan`, for calls of the same shapes and
+    strides: those of all layers, and of the steps until a page falls due."""
+
+    plan: Schedule
+    chain: Chain
+
+    def __call__(
+        self, query: Tensor, given: tuple[Tensor, ...], balance: Tensor | None, mask: Tensor | None,
+        aux_sinks: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
+        """`attend` into `out` [B, q, Hq, Dv]. `given`: what all parts of a call's queries read, in `TENSORS`' order."""
+        plan = self.plan
+        work = torch.empty(plan.floats, dtype=torch.float32, device=out.device)
+        optional = (balance, mask, aux_sinks, plan.query_signs, plan.tables, plan.value_signs)
+        self.chain(query, *given, work, out, *[tensor for tensor in optional if tensor is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class ManyQueries:
+    """The same for a call that takes another kernel for its pages."""
 
     plan: Schedule
     max_entries: int
-    prepare: Call | None
+    prepare: Call
     rotate_means: Call | None
-    exact: Call | None
-    pages: Call | None  # decode, extend or packed
+    exact: Call
+    pages: Call  # extend or packed
     combine: Call
+    after: Chain | None  # over what all parts read
 
     def __call__(
-        self, query: Tensor, given: tuple[Any, ...], mask: Tensor | None, aux_sinks: Tensor | None, out: Tensor
-    ) -> None:
-        """`attend` into `out` [B, q, Hq, Dv]. `given`: what all parts of a call's queries read, in `attend`'s order."""
-        key, value, pool, kept, page_ids, entries, row_start, counters, balance = given
-        plan = self.plan
-        work = torch.empty(plan.floats, dtype=torch.float32, device=query.device)
-        exact = (query, key, value, *kept)
-        if self.prepare is not None:
-            self.prepare(query, pool, page_ids, entries, row_start, counters, balance, mask, plan.query_signs, work)
+        self, query: Tensor, given: tuple[Tensor, ...], balance: Tensor | None, mask: Tensor | None,
+        aux_sinks: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
+        key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters = given
+        plan, rows = self.plan, key.shape[0] * key.shape[1]
+        work = torch.empty(plan.floats, dtype=torch.float32, device=out.device)
+        self.prepare(query, pool, page_ids, entries, row_start, counters, balance, mask, plan.query_signs, work)
         means = centre = None
         if self.rotate_means is not None:
-            rows = key.shape[0] * key.shape[1]
             means = view(work, plan.means_at, (rows, self.max_entries, padded_dim(query.shape[3])), torch.float16)
             centre = view(work, plan.centre_at, (rows, query.shape[3]), torch.float32)
             self.rotate_means(pool, page_ids, counters, balance, plan.means_signs, means, centre)
-        if self.exact is not None:
-            self.exact(*exact, row_start, counters, mask, work)
-        if self.pages is not None and plan.decode is not None:
-            self.pages(*exact, pool, plan.tables, page_ids, row_start, counters, mask, work)
-        elif self.pages is not None:
-            shape = (key.shape[0] * key.shape[1], plan.columns, padded_dim(query.shape[3]))
-            rotated = view(work, plan.rotated_at, shape, plan.query_dtype)
-            factor = view(work, plan.factor_at, shape[:2], torch.float32)
-            stats = view(work, plan.stats_at, (plan.factor_at - plan.stats_at, 4), torch.float32)
-            if plan.extend is not None:
-                words = None if means is None else means.view(torch.int64)
-                self.pages(
-                    query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
-                    work, stats,
-                )  # fmt: skip
-            else:
-                plain = view(work, plan.plain_at, shape, torch.float16) if plan.plain_at else None
-                self.pages(
-                    rotated, plain, factor, pool, plan.tables, page_ids, entries, row_start, counters, mask, work, stats
-                )
+        self.exact(query, key, value, ring_key, ring_value, sink_key, sink_value, row_start, counters, mask, work)
+        shape = (rows, plan.columns, padded_dim(query.shape[3]))
+        rotated = view(work, plan.rotated_at, shape, plan.query_dtype)
+        factor = view(work, plan.factor_at, shape[:2], torch.float32)
+        stats = view(work, plan.stats_at, (plan.factor_at - plan.stats_at, 4), torch.float32)
+        if plan.extend is not None:
+            words = None if means is None else means.view(torch.int64)
+            self.pages(
+                query, rotated, factor, pool, plan.tables, words, centre, page_ids, entries, row_start, counters, mask,
+                work, stats,
+            )  # fmt: skip
+        else:
+            plain = view(work, plan.plain_at, shape, torch.float16) if plan.plain_at else None
+            self.pages(rotated, plain, factor, pool, plan.tables, page_ids, entries, row_start, counters, mask, work, stats)
         self.combine(work, plan.value_signs, aux_sinks, row_start, counters, out)
+        if self.after is not None:
+            self.after(*given)
 
 
 @lru_cache(maxsize=4096)
@@ -167,7 +197,9 @@ def calls(
     scaling: float,
     softcap: float,
     causal: bool,
-) -> Calls:
+    is_balanced: bool,
+    recent_window: int | None,
+) -> FewQueries | ManyQueries:
     """The kernels for a part of the `total` queries of a call, from the `first` one on; see `attend`."""
     batch, query_heads, queries, _ = query_shape
     _, heads, ring_slots, value_dim = ring_shape
@@ -181,38 +213,59 @@ def calls(
     columns, offset = plan.columns, new - early
     scaling, cap = float(scaling), float(softcap) if softcap > 0 else None
     queries_at, tokens_at = query_strides[:3], (*key_strides[:3], *value_strides[:3])
-    prepare = rotate_means = exact = pages = None
+    prepare = rotate_means = exact = decode = None
     if plan.prepare is not None:
         prepare = plan.prepare(
             batch * heads, heads, columns, group, sinks, table_stride, max_entries, *queries_at, mask_b, mask_k,
             plan.factor_at, plan.rotated_at, plan.plain_at, plan.kept_at, plan.means_at, plan.plans, scaling, cap,
         )  # fmt: skip
-    if plan.rotate_means is not None:
-        rotate_means = plan.rotate_means(heads, table_stride, max_entries)
     if plan.exact is not None:
         exact = plan.exact(
             heads, columns, group, new, ring_slots, sinks, plan.exact_splits, heads * plan.slots, offset, plan.stats_at,
             *queries_at, *tokens_at, mask_b, mask_q, mask_k, scaling, cap,
         )  # fmt: skip
-    exponent = None if cap is None else cap * LOG2_E
     if plan.decode is not None:
-        pages = plan.decode(
+        decode = plan.decode(
             batch, columns, group, new, ring_slots, sinks, plan.exact_splits, plan.tail_programs, offset, table_stride,
             max_entries, *queries_at, *tokens_at, mask_b, mask_k, plan.stats_at, plan.factor_at, plan.rotated_at,
             plan.kept_at, plan.means_at, plan.key_step, plan.value_step, scaling, cap,
         )  # fmt: skip
-    elif plan.extend is not None:
-        pages = plan.extend(
-            heads, columns, table_stride, max_entries, sinks, group, offset, *queries_at, mask_b, mask_q, mask_k, scaling,
-            exponent,
-        )  # fmt: skip
-    elif plan.packed is not None:
-        pages = plan.packed(heads, columns, table_stride, sinks, group, offset, mask_b, mask_q, mask_k, exponent)
     combine = plan.combine(
         batch, heads, columns, group, plan.slots, plan.even_splits, plan.exact_splits, plan.stats_at,
         total * query_heads * value_dim, query_heads * value_dim,
     )  # fmt: skip
-    return Calls(plan, max_entries, prepare, rotate_means, exact, pages, combine)
+    behind: tuple[tuple[Call | None, tuple[str, ...]], ...] = ()
+    if recent_window is not None:
+        append, advance = appending(
+            layout, key_shape, key_strides, value_strides, value_dim, dtype, device, sinks, recent_window, False
+        )
+        behind = (append, APPEND), (advance, ADVANCE)
+    if plan.extend is None and plan.packed is None:
+        signs = (plan.query_signs, plan.tables, plan.value_signs)
+        are_there = (is_balanced, mask_strides is not None, aux_dtype is not None, *(each is not None for each in signs))
+        names = (*TENSORS, *(name for name, is_there in zip(OPTIONAL, are_there) if is_there))
+        kernels = ((prepare, PREPARE), (exact, EXACT), (decode, DECODE), (combine, COMBINE), *behind)
+        return FewQueries(plan, _chain(names, *kernels))
+    exponent = None if cap is None else cap * LOG2_E
+    if plan.extend is not None:
+        pages = plan.extend(
+            heads, columns, table_stride, max_entries, sinks, group, offset, *queries_at, mask_b, mask_q, mask_k, scaling,
+            exponent,
+        )  # fmt: skip
+    else:
+        assert plan.packed is not None
+        pages = plan.packed(heads, columns, table_stride, sinks, group, offset, mask_b, mask_q, mask_k, exponent)
+    if plan.rotate_means is not None:
+        rotate_means = plan.rotate_means(heads, table_stride, max_entries)
+    assert prepare is not None and exact is not None
+    after = _chain(TENSORS[1:-2], *behind) if behind else None
+    return ManyQueries(plan, max_entries, prepare, rotate_means, exact, pages, combine, after)
+
+
+def _chain(names: tuple[str, ...], *kernels: tuple[Call | None, tuple[str, ...]]) -> Chain:
+    """A chain over tensors of these names, of those calls that there are, each with the names of what it takes."""
+    places = {name: i for i, name in enumerate(names)}
+    return Chain([(call, [places.get(name) for name in takes]) for call, takes in kernels if call is not None])
 
 
 def _steps(mask: Tensor) -> tuple[int, int, int]:
@@ -222,11 +275,15 @@ def _steps(mask: Tensor) -> tuple[int, int, int]:
     return by_row if rows > 1 else 0, by_query if queries > 1 else 0, by_position if positions > 1 else 0
 
 
-def _vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in the cache's dtype with contiguous vectors."""
-    if x.dtype != dtype:
+def _vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, tuple[int, ...]]:
+    """`x` in the cache's dtype with contiguous vectors, and its strides."""
+    if x.dtype is not dtype:
         x = x.to(dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    strides = x.stride()
+    if strides[-1] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    return x, strides
 
 
 def _queries_at_once(heads: int, value_dim: int) -> int:

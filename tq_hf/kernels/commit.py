@@ -51,7 +51,7 @@ def commit(
     """
     if key.shape[2] == 0:
         return
-    append, advance = _calls(
+    append, advance = appending(
         layout, key.shape, key.stride(), value.stride(), value.shape[3], key.dtype, key.device, sink_key.shape[2],
         recent_window, max_due > 0,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def commit(
 
 
 @lru_cache(maxsize=4096)
-def _calls(
+def appending(
     layout: str,
     key_shape: tuple[int, ...],
     key_strides: tuple[int, ...],
@@ -80,7 +80,7 @@ def _calls(
     recent_window: int,
     after_packing: bool,
 ) -> tuple[Call, Call | None]:
-    """What a commit of such tokens launches behind the packing of pages, if there is any."""
+    """What a commit of such tokens launches behind the packing of pages, if there is any: see `append.append_calls`."""
     page_size = PageLayout.from_name(layout).page_size
     overlap = _packing(layout, device)[1]
     return append_calls(

@@ -3,8 +3,9 @@ than most of the kernels here run. Here the variant of a first launch is kept fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from triton import knobs
 Grid = tuple[int, int, int]
 Number = int | float | None
 Part = Callable[[tuple[Number, ...]], Any]  # some of a call's numbers
+Kind = tuple[int, int, Any]  # a device, which tensors are missing, offsets from 16 bytes or 0
 Run = Callable[[Grid, int, tuple[Any, ...]], None]  # a grid, a stream, a kernel's arguments and constants
 KNOWN = 1024  # calls that a launcher remembers, at most
 LARGE = 1 << 31  # integers from here on make a 64-bit parameter
@@ -53,11 +55,8 @@ class Launcher:
         parameters = getattr(self.kernel, "params", ())[first : first + count]
         plain = [i for i, parameter in enumerate(parameters) if parameter.do_not_specialize]
         decisive = [i for i in range(count) if i not in plain]
-        # itemgetter gives no tuple of a single item.
-        self._parts = (
-            itemgetter(*decisive) if len(decisive) > 1 else lambda numbers: tuple(numbers[i] for i in decisive),
-            itemgetter(*plain) if len(plain) > 1 else lambda numbers: (0, *(numbers[i] for i in plain)),
-        )
+        others = _items(plain) if plain else lambda numbers: (0,)
+        self._parts = _items(decisive), others
         return self._parts
 
 
@@ -71,12 +70,12 @@ class Call:
         numbers: each of the same type at every call, or None.
     """
 
-    __slots__ = ("_behind", "_runs", "grid", "launcher", "numbers")
+    __slots__ = ("_runs", "behind", "grid", "launcher", "numbers")
 
     def __init__(self, launcher: Launcher, grid: Grid, numbers: tuple[Number, ...]) -> None:
         self.launcher, self.grid, self.numbers = launcher, grid, numbers
-        self._behind = (*numbers, *launcher.values)
-        self._runs: dict[tuple[Any, ...], Run] = {}
+        self.behind = (*numbers, *launcher.values)
+        self._runs: dict[Kind, Run] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """What `kernel[grid](*tensors, *numbers, **constants, **options)` does.
@@ -84,26 +83,17 @@ class Call:
         Args:
             tensors: on the current device; the first is not None.
         """
-        addresses: list[int | None] = []
-        bits = missing = 0
-        for tensor in tensors:
-            if tensor is None:
-                missing |= 1 << len(addresses)
-                addresses.append(None)
-            else:
-                address = tensor.data_ptr()
-                bits |= address
-                addresses.append(address)
-        offsets = bits & 15 and tuple([address is not None and address & 15 for address in addresses])
-        device = tensors[0].get_device()  # type: ignore[union-attr]
-        run = self._runs.get((device, missing, offsets))
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        kind = _kind(tensors[0].get_device(), addresses)  # type: ignore[union-attr]
+        run = self._runs.get(kind)
         if run is None or _has_listeners():
-            run = self._look_up((device, missing, offsets), tensors)
+            run = self.look_up(kind, tensors)
             if run is None:
                 return
-        run(self.grid, torch._C._cuda_getCurrentRawStream(device), (*addresses, *self._behind))
+            self._runs[kind] = run
+        run(self.grid, torch._C._cuda_getCurrentRawStream(kind[0]), (*addresses, *self.behind))
 
-    def _look_up(self, kind: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> Run | None:
+    def look_up(self, kind: Kind, tensors: tuple[Tensor | None, ...]) -> Run | None:
         """The driver's launch for such tensors, or None where Triton has launched this call."""
         launcher, numbers = self.launcher, self.numbers
         key = (*kind, *launcher.special(len(tensors), numbers))
@@ -118,8 +108,68 @@ class Call:
         if _has_listeners():
             found[0][self.grid](*tensors, *numbers, *launcher.values)
             return None
-        self._runs[kind] = found[1]
         return found[1]
+
+
+class Chain:
+    """Calls one behind the other over the same tensors, whose addresses are looked up once.
+
+    Args:
+        calls: each with the places of its tensors among the chain's; None for one that is missing.
+    """
+
+    __slots__ = ("_calls", "_runs")
+
+    def __init__(self, calls: Sequence[tuple[Call, Sequence[int | None]]]) -> None:
+        # Behind the chain's tensors stands one that is missing.
+        self._calls = [(call, _items([-1 if i is None else i for i in places])) for call, places in calls]
+        self._runs: dict[tuple[int, Any], list[tuple[Run, Grid, Any, tuple[Any, ...]]]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch all of them, with tensors on the current device."""
+        addresses: list[Any] = [tensor.data_ptr() for tensor in tensors]
+        device = tensors[0].get_device()
+        kind = device, _offsets(reduce(or_, addresses), addresses)
+        addresses.append(None)
+        runs = self._runs.get(kind)
+        if runs is None or _has_listeners():
+            self._look_up(kind, addresses, (*tensors, None))
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for run, grid, pick, behind in runs:
+            run(grid, stream, (*pick(addresses), *behind))
+
+    def _look_up(self, kind: tuple[int, Any], addresses: list[int | None], tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch all, and keep how, unless Triton had to launch one of them."""
+        runs, device = [], kind[0]
+        for call, pick in self._calls:
+            taken = pick(addresses)
+            run = call.look_up(_kind(device, taken), pick(tensors))
+            if run is not None:
+                run(call.grid, torch._C._cuda_getCurrentRawStream(device), (*taken, *call.behind))
+                runs.append((run, call.grid, pick, call.behind))
+        if len(runs) == len(self._calls):
+            self._runs[kind] = runs
+
+
+def _items(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes the items at these places; `itemgetter` gives no tuple of a single one."""
+    return itemgetter(*places) if len(places) > 1 else lambda items: tuple(items[i] for i in places)
+
+
+def _kind(device: int, addresses: Sequence[int | None]) -> Kind:
+    """What Triton specializes on among tensors: which are missing, and how far each is from a multiple of 16 bytes."""
+    bits = missing = 0
+    for i, address in enumerate(addresses):
+        if address is None:
+            missing |= 1 << i
+        else:
+            bits |= address
+    return device, missing, _offsets(bits, addresses)
+
+
+def _offsets(bits: int, addresses: Sequence[int | None]) -> Any:
+    return bits & 15 and tuple([address is not None and address & 15 for address in addresses])
 
 
 def driver_launch(compiled: Any) -> Run:

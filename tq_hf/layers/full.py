@@ -24,7 +24,7 @@ from ..quantizer.rotary import Rotary
 from ..reporting.memory import storage_bytes
 from ..reporting.reports import LayerReport, packed_report
 from .checks import LayerChecks, signature
-from .edits import LayerEdits
+from .edits import Before, LayerEdits
 from .packed_kv import PackedKV, Step, kept_positions
 
 
@@ -223,6 +223,74 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         return (pool, *exact, table.page_ids, table.entries, table.row_start, self.counters, self.balance)
 
     # -- attention and storing ---------------------------------------------------------------------------------------
+    def attend_and_commit(
+        self,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        """`attend`, then `commit`: what attention functions call."""
+        if self._only_appends(step):
+            return self._attend_and_append(step, query, mask, aux_sinks, scaling, softcap, causal)
+        out = self.attend(step, query, mask, aux_sinks, scaling, softcap, causal)
+        self.commit(step, mask, query)
+        return out
+
+    def _only_appends(self, step: Step) -> bool:
+        """Whether a step has a single token that only has to be written to the ring, as most decode steps do."""
+        if step.new > 1 or step.committed or torch.compiler.is_compiling() or self.offload_after_commit or debug.ENABLED:
+            return False
+        table, length = self.table, self.length
+        return not (
+            table.is_static
+            or table.due(length + 1, self.packed_end)
+            or length >= self.packed_end + self.ring_key.shape[2]  # a slot is taken that `take_back` has to give back
+            or table.is_padding_only(length)
+            or self._learns_balance()
+        )
+
+    @while_alone
+    def _attend_and_append(
+        self,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        """`attend_and_commit` of a step that `_only_appends`."""
+        self.require_device(step, query, mask, aux_sinks)
+        self.before, self.is_torn = Before(self.length, self.packed_end, self.is_empty), True
+        try:
+            out = ops.attend_and_commit(
+                self.flags,
+                self.config.recent_window,
+                query.detach() if query.requires_grad else query,
+                *step.rows,
+                *self._state(),
+                mask,
+                aux_sinks,
+                self.layout_name,
+                scaling,
+                softcap,
+                causal,
+                len(self.table.spans),
+            )
+            self.length += 1
+            step.committed, self.pending = True, None
+        except BaseException:
+            step.committed = False
+            self.take_back()
+            raise
+        self._has_taken_in(step)
+        return ops.inference_only(out, query, step.key, step.value, aux_sinks)
+
     @while_alone
     def attend(
         self,
@@ -302,6 +370,9 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             if not is_static:
                 self.take_back()
             raise
+        self._has_taken_in(step)
+
+    def _has_taken_in(self, step: Step) -> None:
         self.is_torn = False
         if step.ends is not None and (cache := step.ends()) is not None:
             for layer in cache.packed_layers:

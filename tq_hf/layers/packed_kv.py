@@ -310,6 +310,6 @@ def _attend(query: Tensor, key: PackedKV, mask: Tensor | None, is_causal: bool, 
         out = attend_first(query, key, mask, is_causal, scale)
     else:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        out = layer.attend(step, query, mask, None, scaling, 0.0, causal=is_causal).transpose(1, 2)
+        return layer.attend_and_commit(step, query, mask, None, scaling, 0.0, is_causal).transpose(1, 2)
     layer.commit(step, mask, query)
     return out

@@ -318,11 +318,17 @@ class SlidingLayer(TurboQuantLayer):
         softcap: float,
         causal: bool,
     ) -> Tensor:
+        return super().attend(step, query, self._from_origin(step, mask), aux_sinks, scaling, softcap, causal)
+
+    def _attend_and_append(self, step: Step, query: Tensor, mask: Tensor | None, *arguments: Any) -> Tensor:
+        self.table.announce(step.start, step.new)
+        return super()._attend_and_append(step, query, self._from_origin(step, mask), *arguments)
+
+    def _from_origin(self, step: Step, mask: Tensor | None) -> Tensor | None:
+        """A step's mask, with zeros for what its handles do not show."""
         self._require_readable(step)
         hidden = self.hidden(step)
-        if hidden > 0:
-            mask = self.table.mask_from_origin(mask, hidden, self.visible_length(step), self)
-        return super().attend(step, query, mask, aux_sinks, scaling, softcap, causal)
+        return self.table.mask_from_origin(mask, hidden, self.visible_length(step), self) if hidden > 0 else mask
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         self._require_readable(step)

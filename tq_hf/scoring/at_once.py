@@ -28,6 +28,9 @@ class AtOnceLayer(TurboQuantLayer):
         key.step.is_first = False  # nor does a prompt read its exact states
         return key, value
 
+    def _only_appends(self, step: Step) -> bool:
+        return False  # tokens are stored before they are read
+
     def attend(self, step: Step, query: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         self.commit(step, mask, query)
         return super().attend(step, query, mask, *args, **kwargs)
