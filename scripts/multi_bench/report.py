@@ -30,10 +30,11 @@ def tables(found: dict[str, Any]) -> str:
     parts = [
         f"{found['gpus']} × {found['gpu']}, torch {found['torch']}, transformers {found['transformers']}; random weights in"
         f" the shape {found['shape']}, caches filled with random states, 32 steps through `generate()` timed. Tokens/s:"
-        " batch by the median step. GiB are those of the GPU that has most."
+        " batch by the median step, the one ahead (with `custom_generate=decode_ahead`) where there is one. GiB are those of"
+        " the GPU that has most."
     ]
-    head = ("batch × tokens", "cache", "placement", "tokens/s", "times one GPU", "step, ms", "weights, GiB", "cache, GiB",
-            "peak, GiB")  # fmt: skip
+    head = ("batch × tokens", "cache", "placement", "step, ms", "ahead, ms", "tokens/s", "times one GPU", "weights, GiB",
+            "cache, GiB", "peak, GiB")  # fmt: skip
     parts.append(markdown(head, [_cells(row, cells) for row in sorted(cells, key=_place)]))
     if rows := reckoned(cells):
         parts.append(
@@ -55,7 +56,7 @@ def reckoned(cells: list[Row]) -> list[list[str]]:
         two = _same(one, cells, PARALLEL)
         if two is None or len(two["devices"]) != 2:
             continue
-        shared, fixed = 2 * (one["step_s"] - two["step_s"]), 2 * two["step_s"] - one["step_s"]
+        shared, fixed = 2 * (_step(one) - _step(two)), 2 * _step(two) - _step(one)
         if shared <= 0:
             continue  # two GPUs are not faster: more would not be either
         batch = one["tokens_per_s"] * one["step_s"]
@@ -80,13 +81,21 @@ def write_page(path: Path, text: str) -> None:
 
 def _cells(row: Row, cells: list[Row]) -> list[str]:
     one = _same(row, cells, ONE)
-    times = "" if one is None else f"{one['step_s'] / row['step_s']:.2f}"
+    times = "" if one is None else f"{_step(one) / _step(row):.2f}"
+    ahead = f"{1e3 * row['ahead_step_s']:.2f}" if "ahead_step_s" in row else ""
     largest = [max(device[name] for device in row["devices"]) / 2**30 for name in SIZES]
     notes = "".join(f", {name.replace('_', ' ')}: {row[name]}" for name in WARNINGS if row.get(name))
     count = "" if row["placement"] == ONE else f" × {len(row['devices'])}"
     shown = row["placement"] + count + notes
-    numbers = (f"{row['tokens_per_s']:.1f}", times, f"{1e3 * row['step_s']:.2f}", *(f"{size:.2f}" for size in largest))
-    return [_point(row), row["cache"], shown, *numbers]
+    tokens = row["tokens_per_s"] * row["step_s"] / _step(row)
+    sizes = (f"{size:.2f}" for size in largest)
+    return [_point(row), row["cache"], shown, f"{1e3 * row['step_s']:.2f}", ahead, f"{tokens:.1f}", times, *sizes]
+
+
+def _step(row: Row) -> float:
+    """Seconds of a step, of one ahead where there is one."""
+    found: float = row.get("ahead_step_s", row["step_s"])
+    return found
 
 
 def _failure(row: Row) -> str:

@@ -42,12 +42,17 @@ def measure_cell(model: Any, device_type: str, point: Point, name: str) -> dict[
     generate(model, prompt(model, point.rows, point.tokens + 1), cache, made, WARM_UP_TOKENS)
     warm = compilations()
     restart_peaks(device_type)
-    held = int(made.get_seq_length())
-    run = generate(model, prompt(model, point.rows, held + 1), cache, made, NEW_TOKENS)
-    result = summary(run, point)
+
+    def timed(ahead: bool) -> dict[str, Any]:
+        held = int(made.get_seq_length())
+        ids = prompt(model, point.rows, held + 1)
+        return summary(generate(model, ids, cache, made, NEW_TOKENS, ahead=ahead), point)
+
+    result = timed(ahead=False)
     if cache.packed:
         result |= packed_facts(made)
     if cache.compiled:
+        result |= {"ahead_step_s": timed(ahead=True)["step_s"]}
         result |= compiled_facts(warm) | {"graphs": warm["graphs"] - before["graphs"]}
     return result | {"devices": memory(model, made, device_type)}
 

@@ -42,7 +42,7 @@ def test_a_cell(placement: str, cache: str) -> None:
         # 300 tokens and those that were decoded, of 2 rows, 2 layers and 2 heads of 16: pages are smaller than in bfloat16.
         assert device["cache_bytes"] < 0.9 * 2 * 2 * 2 * 2 * 2 * 16 * 340
     else:
-        assert found["graphs"] == 1 and found["graph_breaks"] == found["recompiled"] == 0
+        assert found["graphs"] == 1 and found["graph_breaks"] == found["recompiled"] == 0 and found["ahead_step_s"] > 0
         assert device["cache_bytes"] == pytest.approx(2 * 2 * 2 * 2 * 2 * 16 * 428, rel=0.01)
 
 
@@ -97,7 +97,8 @@ def store(path: Path, cells: list[dict[str, Any]], gpu: str = "Some GPU") -> Pat
 
 def test_tables_go_between_the_marks_of_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = {"placement": MAP, "point": "8x32k", "cache": "tq4", "oom": "2 GiB more"}
-    found = store(tmp_path / "found.json", [row(ONE, 20.0), row(PARALLEL, 12.0, devices=2, recompiled=3), failed])
+    parallel = row(PARALLEL, 12.0, devices=2, recompiled=3, ahead_step_s=8e-3)
+    found = store(tmp_path / "found.json", [row(ONE, 20.0), parallel, failed])
     page = tmp_path / "page.md"
     page.write_text(f"Before\n\n{BEGIN}\nold\n{END}\n\nafter\n", encoding="utf-8")
     for _ in range(2):
@@ -105,7 +106,8 @@ def test_tables_go_between_the_marks_of_a_page(tmp_path: Path, capsys: pytest.Ca
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"Before\n\n{BEGIN}\n\n2 × Some GPU, ") and "old" not in text
     assert text.endswith(f"\n\n{END}\n\nafter\n")
-    assert "| 8 × 32k | tq4 | tensor parallel × 2, recompiled: 3 | 666.7 | 1.67 | 12.00 | 1.00 | 2.00 | 4.00 |" in text
+    shown = "8 × 32k | tq4 | tensor parallel × 2, recompiled: 3 | 12.00 | 8.00 | 1000.0 | 2.50 | 1.00 | 2.00 | 4.00"
+    assert f"| {shown} |" in text
     assert "Not measured: device_map, 8x32k, tq4: OOM: 2 GiB more." in text and tables(json.loads(found.read_text())) in text
     page.write_text("no marks", encoding="utf-8")
     assert serve(bench_multi_gpu.run, ["--json", str(found), "--report", "--page", str(page)]) == 2
