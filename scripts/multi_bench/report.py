@@ -94,8 +94,7 @@ def _cells(row: Row, cells: list[Row]) -> list[str]:
 
 def _step(row: Row) -> float:
     """Seconds of a step, of one ahead where there is one."""
-    found: float = row.get("ahead_step_s", row["step_s"])
-    return found
+    return float(row.get("ahead_step_s", row["step_s"]))
 
 
 def _failure(row: Row) -> str:
