@@ -39,7 +39,7 @@ def launches(
     schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
-    def record(call: Any, *tensors: Any) -> None:
+    def record(call: Any, kind: Any, tensors: tuple[Any, ...]) -> None:
         assert tensors[0] is not None and len(call.grid) == 3 and all(size >= 1 for size in call.grid)
         launcher = call.launcher
         found[launcher.kernel.fn.__name__] = launcher.kernel, launcher.options, (*tensors, *call.numbers), launcher.constants
@@ -49,7 +49,7 @@ def launches(
         multi_processor_count=PROCESSORS[architecture],
         shared_memory_per_multiprocessor=SHARED_MEMORY[architecture],
     )
-    monkeypatch.setattr(schedule_module.Call, "__call__", record)
+    monkeypatch.setattr(schedule_module.Call, "look_up", record)
     monkeypatch.setattr(schedule_module, "_properties", lambda device: properties)
     schedule_module.schedule.cache_clear()
     from tq_hf.kernels.attend import attend, calls

@@ -94,7 +94,7 @@ def _cells(row: Row, cells: list[Row]) -> list[str]:
 
 def _step(row: Row) -> float:
     """Seconds of a step, of one ahead where there is one."""
-    return float(row.get("ahead_step_s", row["step_s"]))
+    return float(row["ahead_step_s"] if "ahead_step_s" in row else row["step_s"])
 
 
 def _failure(row: Row) -> str:
