@@ -30,7 +30,8 @@ HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
 STEPS, STEPS_AT_ONCE = 320, 8
 WARM_UP = 40  # steps: a page falls due
 LAUNCHES = 100
-PARTS = ("attend", "observe", "commit")  # of an attention call, the ops' own names
+# Of an attention call, the ops' own names: the first alone, or the others.
+PARTS = ("attend_and_commit", "attend", "observe", "commit")
 MODULE = torch.nn.Module()  # attention functions ask it nothing that matters here
 
 

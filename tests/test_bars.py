@@ -62,10 +62,12 @@ def test_extend_store_and_host() -> None:
     ]
     assert [bar.is_met for bar in bars.store_bars({"rows": store})] == [True, False, True]
     steps = [
-        {"attention": name, "shape": "1x8192", "padding": 0, "page": False, "update_us": 6.0, "attend_us": 55.0}
+        {"attention": name, "shape": "1x8192", "padding": 0, "page": False, "update_us": 6.0, "total_us": 61.0}
         for name in ("packed_attention", "sdpa")
     ]
-    assert by_name(list(bars.host_bars({"steps": steps}))) == {"1x8192, 0 padding: host µs of update + attend": (61, False)}
+    assert by_name(list(bars.host_bars({"steps": steps}))) == {
+        "1x8192, 0 padding: host µs of update, attention and storing": (61, False)
+    }
 
 
 def test_lm_eval() -> None:
