@@ -44,7 +44,7 @@ def launches(
 
     monkeypatch.setattr(launching.Call, "__call__", record)
     monkeypatch.setattr(commit_module, "_packing", packing)
-    commit_module.appending.cache_clear()
+    commit_module.calls_behind_packing.cache_clear()
     batch, heads, slots = 2, 2, config.recent_window + config.page_size
 
     def numbers(*shape: int) -> Tensor:

@@ -113,6 +113,15 @@ def test_most_decode_steps_are_one_call(monkeypatch: pytest.MonkeyPatch, batch: 
     assert cache.packed_layers[0].counters.tolist() == [prompt + 4 * PAGE, SINKS + 6 * PAGE, 6]
 
 
+def test_a_step_without_tokens_adds_none() -> None:
+    cache = TurboQuantCache(CONFIG, **SIZES)
+    step(cache, SINKS + 2 * PAGE + WINDOW)
+    step(cache, 1)
+    before = cache.packed_layers[0].counters.tolist()
+    step(cache, 0)
+    assert cache.packed_layers[0].counters.tolist() == before and cache.get_seq_length() == before[0]
+
+
 def test_a_new_cache_does_not_work_out_again_what_its_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(
         hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rope_theta=777.0

@@ -6,6 +6,7 @@ with TRITON_INTERPRET=1. It knows no bf16 products, so its cases are fp16.
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -225,6 +226,12 @@ def check_appended(
 def narrow(page_size: int = 32, **options: object) -> tuple[tuple[str, object], ...]:
     """Small pages and a short window, for short tests."""
     return tuple({"page_size": page_size, "recent_window": 8, **options}.items())
+
+
+@interpreted
+def test_queries_in_pieces_commit_the_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("tq_hf.kernels.attend"), "WORKSPACE", 0)
+    check(Case(dim=32, length=40, queries=70, new=1, heads=1, causal=False, options=narrow()), "cpu")
 
 
 @interpreted

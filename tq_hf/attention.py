@@ -1,6 +1,6 @@
 """The `"turboquant"` attention and mask functions.
 
-Three ways lead to the packed pages, and all end in `TurboQuantLayer.attend`:
+Three ways lead to the packed pages, and the first two end in `TurboQuantLayer.attend_and_commit`:
 
 - `attn_implementation="turboquant"`: `turboquant_attention` gets the handles from the model's attention module.
 - the model's default `"sdpa"`: `F.scaled_dot_product_attention` meets a handle (`packed_kv.scaled_dot_product_attention`).
@@ -187,14 +187,13 @@ def _packed(
             " Use attn_implementation='sdpa' with DynamicCache for this model."
         )
     causal = is_causal and not complete
-    if step.is_first and softcap is None and s_aux is None and (mask is None or complete):
-        queries, keys = query.shape[2], step.key.shape[2]
-        if causal and 1 < queries < keys:  # the prompt's last queries alone (`_QUERY_SLICERS`)
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-            causal = False
-        out = attend_first(query, key, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
-    else:
+    if not step.is_first or softcap is not None or s_aux is not None or not (mask is None or complete):
         return layer.attend_and_commit(step, query, mask, s_aux, scaling, softcap or 0.0, causal)
+    queries, keys = query.shape[2], step.key.shape[2]
+    if causal and 1 < queries < keys:  # the prompt's last queries alone (`_QUERY_SLICERS`)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+        causal = False
+    out = attend_first(query, key, mask, causal and query.shape[2] > 1, scaling).transpose(1, 2).contiguous()
     layer.commit(step, mask, query)
     return out
 

@@ -165,5 +165,5 @@ def test_the_page_shows_what_was_measured_and_nothing_else() -> None:
     measured, page = ROOT / "eval/results/bench_multi_gpu_h200.json", ROOT / "scripts/MULTI_GPU.md"
     text = page.read_text(encoding="utf-8")
     shown = text.split(BEGIN)[1].split(END)[0].strip()
-    assert shown == (tables(json.loads(measured.read_text(encoding="utf-8"))) if measured.exists() else "")
+    assert shown == tables(json.loads(measured.read_text(encoding="utf-8"))).strip()
     assert f"scripts/bench_multi_gpu.py --json {measured.relative_to(ROOT)} --page {page.relative_to(ROOT)}" in text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import padded_dim
-from .commit import appending
+from .commit import calls_behind_packing
 from .lanes import on_device
 from .launch import Call, Chain
 from .schedule import Schedule, schedule
@@ -80,24 +80,25 @@ def attend(
     alike = (
         layout, key.shape, key_strides, value_strides, ring_value.shape, sink_key.shape[2], page_ids.stride(0), dtype,
         None if aux_sinks is None else aux_sinks.dtype, out.dtype, device, max_entries, scaling, softcap, causal,
-        balance is not None, recent_window,
+        balance is not None,
     )  # fmt: skip
     given = (key, value, pool, ring_key, ring_value, sink_key, sink_value, page_ids, entries, row_start, counters)
     with on_device(device):
         if queries <= QUERIES:
-            run = calls(query.shape, query_strides, 0, queries, mask_strides, *alike)
+            run = calls(query.shape, query_strides, 0, queries, mask_strides, *alike, recent_window)
             run(query, given, balance, mask, aux_sinks, out)
             return out
         step = min(queries, _queries_at_once(batch * query_heads, value.shape[3]))
         for start in range(0, queries, step):
             part = slice(start, start + step)
             some, seen = query[:, :, part], mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
-            run = calls(some.shape, query_strides, start, queries, mask_strides, *alike)
+            behind = recent_window if start + step >= queries else None  # once all have read the state
+            run = calls(some.shape, query_strides, start, queries, mask_strides, *alike, behind)
             run(some, given, balance, seen, aux_sinks, out[:, part])
     return out
 
 
-# What is handed to the kernels of a few queries, in this order; tensors of `OPTIONAL` may be missing.
+# What is handed to a chain, in this order; tensors of `OPTIONAL` may be missing.
 NEW = ("query", "key", "value", "ring_key", "ring_value", "sink_key", "sink_value")
 TENSORS = ("query", "key", "value", "pool", *NEW[3:], "page_ids", "entries", "row_start", "counters", "work", "out")
 OPTIONAL = ("balance", "mask", "aux_sinks", "query_signs", "tables", "value_signs")
@@ -111,9 +112,9 @@ ADVANCE = ("counters",)
 
 
 @dataclass(frozen=True, slots=True)
-class FewQueries:
-    """The kernels of a call that decodes (or has no pages) with their numbers, by `plan`, for calls of the same shapes and
-    strides: those of all layers, and of the steps until a page falls due."""
+class Chained:
+    """The kernels of a call whose pages, if there are any, the decode kernel reads, with their numbers, by `plan`: for calls
+    of the same shapes and strides, those of all layers, and of the steps until a page falls due."""
 
     plan: Schedule
     chain: Chain
@@ -130,8 +131,8 @@ class FewQueries:
 
 
 @dataclass(frozen=True, slots=True)
-class ManyQueries:
-    """The same for a call that takes another kernel for its pages."""
+class Apart:
+    """The same for a call whose pages another kernel reads, which takes sections of the workspace as tensors."""
 
     plan: Schedule
     max_entries: int
@@ -198,7 +199,7 @@ def calls(
     causal: bool,
     is_balanced: bool,
     recent_window: int | None,
-) -> FewQueries | ManyQueries:
+) -> Chained | Apart:
     """The kernels for a part of the `total` queries of a call, from the `first` one on; see `attend`."""
     batch, query_heads, queries, _ = query_shape
     _, heads, ring_slots, value_dim = ring_shape
@@ -235,7 +236,7 @@ def calls(
     )  # fmt: skip
     behind: tuple[tuple[Call | None, tuple[str, ...]], ...] = ()
     if recent_window is not None:
-        append, advance = appending(
+        append, advance = calls_behind_packing(
             layout, key_shape, key_strides, value_strides, value_dim, dtype, device, sinks, recent_window, False
         )
         behind = (append, APPEND), (advance, ADVANCE)
@@ -244,7 +245,7 @@ def calls(
         are_there = (is_balanced, mask_strides is not None, aux_dtype is not None, *(each is not None for each in signs))
         names = (*TENSORS, *(name for name, is_there in zip(OPTIONAL, are_there) if is_there))
         kernels = ((prepare, PREPARE), (exact, EXACT), (decode, DECODE), (combine, COMBINE), *behind)
-        return FewQueries(plan, _chain(names, *kernels))
+        return Chained(plan, _chain(names, *kernels))
     exponent = None if cap is None else cap * LOG2_E
     if plan.extend is not None:
         pages = plan.extend(
@@ -258,13 +259,13 @@ def calls(
         rotate_means = plan.rotate_means(heads, table_stride, max_entries)
     assert prepare is not None and exact is not None
     after = _chain(TENSORS[1:-2], *behind) if behind else None
-    return ManyQueries(plan, max_entries, prepare, rotate_means, exact, pages, combine, after)
+    return Apart(plan, max_entries, prepare, rotate_means, exact, pages, combine, after)
 
 
 def _chain(names: tuple[str, ...], *kernels: tuple[Call | None, tuple[str, ...]]) -> Chain:
     """A chain over tensors of these names, of those calls that there are, each with the names of what it takes."""
-    places = {name: i for i, name in enumerate(names)}
-    return Chain([(call, [places.get(name) for name in takes]) for call, takes in kernels if call is not None])
+    places: dict[str, int | None] = dict.fromkeys(OPTIONAL) | {name: i for i, name in enumerate(names)}
+    return Chain([(call, [places[name] for name in takes]) for call, takes in kernels if call is not None])
 
 
 def _steps(mask: Tensor) -> tuple[int, int, int]:

@@ -39,7 +39,7 @@ def commit(
 
     The pages that the new tokens make due are packed, the tokens that stay exact go into the ring and the sinks, and the
     counters advance: three launches, or two for a single token, of which a captured graph replays every step whatever is
-    due.
+    due. In steps in which nothing is, `attend` launches the last of them itself.
 
     Args:
         key, value: [B, H, n, D / Dv] in the model's dtype, any strides but a contiguous last dim: the next n tokens.
@@ -51,7 +51,7 @@ def commit(
     """
     if key.shape[2] == 0:
         return
-    append, advance = appending(
+    append, advance = calls_behind_packing(
         layout, key.shape, key.stride(), value.stride(), value.shape[3], key.dtype, key.device, sink_key.shape[2],
         recent_window, max_due > 0,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def commit(
 
 
 @lru_cache(maxsize=4096)
-def appending(
+def calls_behind_packing(
     layout: str,
     key_shape: tuple[int, ...],
     key_strides: tuple[int, ...],

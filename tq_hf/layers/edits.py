@@ -70,7 +70,7 @@ class LayerEdits:
         self.reported: list[str] = []  # by `debug.py`
         self._valid: tuple[object, ...] | None = None  # what states looked like that were found to fit
         self.before: Before | None = None  # dynamic mode
-        self.is_torn = False  # whether a commit has ended halfway
+        self.is_torn = False  # whether a commit, or attention together with one, has ended halfway
 
     def row_state_names(self) -> tuple[str, ...]:
         return ROW_STATE if self.balance is None else ROW_STATE + BALANCE_STATE

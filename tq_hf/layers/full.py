@@ -3,6 +3,7 @@
     update(key, value)  ─► handles (nothing is stored yet)
     attend(step, query) ─► packed pages + sinks + ring + new tokens, in one softmax; then
     commit(step)        ─► due pages are packed, new tokens go into the ring
+                           (`attend_and_commit` does both; in most decode steps it is one op)
 
 Tokens are committed after attention has seen them, because only attention knows which of them are padding.
 """
@@ -24,11 +25,12 @@ from ..quantizer.rotary import Rotary
 from ..reporting.memory import storage_bytes
 from ..reporting.reports import LayerReport, packed_report
 from .checks import LayerChecks, signature
+from .dense import LayerDense
 from .edits import Before, LayerEdits
 from .packed_kv import PackedKV, Step, kept_positions
 
 
-class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
+class TurboQuantLayer(LayerChecks, LayerEdits, LayerDense, CacheLayerMixin):
     """Packed pages, an exact tail and exact first tokens of one full-attention layer.
 
     Args:
@@ -233,22 +235,22 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         softcap: float,
         causal: bool,
     ) -> Tensor:
-        """`attend`, then `commit`: what attention functions call."""
-        if self._only_appends(step):
+        """`attend`, then `commit`: what attention functions call for all but a first prompt."""
+        if self._only_appends(step, query):
             return self._attend_and_append(step, query, mask, aux_sinks, scaling, softcap, causal)
         out = self.attend(step, query, mask, aux_sinks, scaling, softcap, causal)
         self.commit(step, mask, query)
         return out
 
-    def _only_appends(self, step: Step) -> bool:
+    def _only_appends(self, step: Step, query: Tensor) -> bool:
         """Whether a step has a single token that only has to be written to the ring, as most decode steps do."""
-        if step.new > 1 or step.committed or torch.compiler.is_compiling() or self.offload_after_commit or debug.ENABLED:
+        if step.new != 1 or step.committed or torch.compiler.is_compiling() or self.offload_after_commit or debug.ENABLED:
             return False
         table, length = self.table, self.length
         return not (
             table.is_static
+            or query.numel() == 0
             or table.due(length + 1, self.packed_end)
-            or length >= self.packed_end + self.ring_key.shape[2]  # a slot is taken that `take_back` has to give back
             or table.is_padding_only(length)
             or self._learns_balance()
         )
@@ -264,24 +266,12 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         softcap: float,
         causal: bool,
     ) -> Tensor:
-        """`attend_and_commit` of a step that `_only_appends`."""
+        """`attend_and_commit` of a step that `_only_appends`, in one call."""
         self.require_device(step, query, mask, aux_sinks)
         self.before, self.is_torn = Before(self.length, self.packed_end, self.is_empty), True
         try:
-            out = ops.attend_and_commit(
-                self.flags,
-                self.config.recent_window,
-                query.detach() if query.requires_grad else query,
-                *step.rows,
-                *self._state(),
-                mask,
-                aux_sinks,
-                self.layout_name,
-                scaling,
-                softcap,
-                causal,
-                len(self.table.spans),
-            )
+            reads = self._reads(query, *step.rows, mask, aux_sinks, scaling, softcap, causal)
+            out = ops.attend_and_commit(self.flags, self.config.recent_window, *reads)
             self.length += 1
             step.committed, self.pending = True, None
         except BaseException:
@@ -290,6 +280,12 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
             raise
         self._has_taken_in(step)
         return ops.inference_only(out, query, step.key, step.value, aux_sinks)
+
+    def _reads(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *others: Any) -> tuple[Any, ...]:
+        """What the op `attend` takes. `others`: from its argument `aux_sinks` on, less the layout's name."""
+        aux_sinks, *how = others
+        query = query.detach() if query.requires_grad else query
+        return query, key, value, *self._state(), mask, aux_sinks, self.layout_name, *how, len(self.table.spans)
 
     @while_alone
     def attend(
@@ -321,19 +317,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)
             key, value = key[:, :, :0], value[:, :, :0]
-        out = ops.attend(
-            query.detach() if query.requires_grad else query,
-            key,
-            value,
-            *self._state(),
-            mask,
-            aux_sinks,
-            self.layout_name,
-            scaling,
-            softcap,
-            causal,
-            len(self.table.spans),
-        )
+        out = ops.attend(*self._reads(query, key, value, mask, aux_sinks, scaling, softcap, causal))
         if torch.compiler.is_compiling():
             step.read = out
         return ops.inference_only(out, query, step.key, step.value, aux_sinks)
@@ -467,49 +451,6 @@ class TurboQuantLayer(LayerChecks, LayerEdits, CacheLayerMixin):
         """Commit tokens that no attention function has looked at."""
         if self.pending is not None:
             self.commit(self.pending, mask=None)
-
-    def dense(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Keys and values as tensors [B, H, length, D / Dv]: history dequantized, the step's own tokens exact."""
-        if step.dense is None:
-            self._require_newest(step)
-            self.table.note_dense_read()
-            if step.is_first and not self.table.is_static:
-                step.dense = (step.key, step.value)
-            else:
-                key, value = self._gather(step)
-                step.dense = (ops.inference_only(key, step.key), ops.inference_only(value, step.value))
-            self.commit(step, mask=None)
-        return step.dense
-
-    @while_alone
-    def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
-        dense = ops.gather(*self._state(), self.layout_name, self._known_length(step))
-        if torch.compiler.is_compiling():
-            step.read = dense[0]
-        first: Any = step.start
-        if self.table.is_static:
-            first = self.counters[0] - step.new if step.committed else self.counters[0]
-        positions = torch.arange(step.new, device=self.device) + first
-        for tensor, raw in zip(dense, (step.key, step.value), strict=True):
-            tensor.index_copy_(2, positions, raw.detach())
-        return dense
-
-    @while_alone
-    def unpacked(self) -> tuple[Tensor | None, Tensor | None]:
-        """All keys and values [B, H, length, D / Dv], dequantized; None before the first token."""
-        if not self.is_initialized:
-            return None, None
-        self.flush()
-        return ops.gather(*self._state(), self.layout_name, self.counters.tolist()[0])
-
-    def _read(self, which: int) -> Tensor | None:
-        self.flush()
-        with torch.inference_mode():  # its tensors refuse to be written to, which would change a copy
-            return self.unpacked()[which]
-
-    # As users of transformers read them. Each read dequantizes the layer: `for keys, values, window in cache` does so once.
-    keys = property(lambda self: self._read(0))
-    values = property(lambda self: self._read(1))
 
     @property
     def batch_size(self) -> int:

@@ -306,10 +306,9 @@ def _attend(query: Tensor, key: PackedKV, mask: Tensor | None, is_causal: bool, 
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
         layer.require_mask(key, query, mask)
-    if step.is_first:
-        out = attend_first(query, key, mask, is_causal, scale)
-    else:
+    if not step.is_first:
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
         return layer.attend_and_commit(step, query, mask, None, scaling, 0.0, is_causal).transpose(1, 2)
+    out = attend_first(query, key, mask, is_causal, scale)
     layer.commit(step, mask, query)
     return out

@@ -320,9 +320,20 @@ class SlidingLayer(TurboQuantLayer):
     ) -> Tensor:
         return super().attend(step, query, self._from_origin(step, mask), aux_sinks, scaling, softcap, causal)
 
-    def _attend_and_append(self, step: Step, query: Tensor, mask: Tensor | None, *arguments: Any) -> Tensor:
+    def _attend_and_append(
+        self,
+        step: Step,
+        query: Tensor,
+        mask: Tensor | None,
+        aux_sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        mask = self._from_origin(step, mask)
+        self.require_device(step, query, mask, aux_sinks)  # before anything changes
         self.table.announce(step.start, step.new)
-        return super()._attend_and_append(step, query, self._from_origin(step, mask), *arguments)
+        return super()._attend_and_append(step, query, mask, aux_sinks, scaling, softcap, causal)
 
     def _from_origin(self, step: Step, mask: Tensor | None) -> Tensor | None:
         """A step's mask, with zeros for what its handles do not show."""

@@ -28,7 +28,7 @@ class AtOnceLayer(TurboQuantLayer):
         key.step.is_first = False  # nor does a prompt read its exact states
         return key, value
 
-    def _only_appends(self, step: Step) -> bool:
+    def _only_appends(self, step: Step, query: Tensor) -> bool:
         return False  # tokens are stored before they are read
 
     def attend(self, step: Step, query: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
