@@ -318,7 +318,8 @@ def test_interpreted_shapes(case: Case) -> None:
     ids=str,
 )
 def test_interpreted_features(case: Case) -> None:
-    check(replace(case, dim=32, length=77 if case.length == 100 else case.length, options=narrow()), "cpu")
+    length = 77 if case.length == 100 else case.length
+    check(replace(case, dim=32, length=length, options=narrow()), "cpu", appends=length < 100 and case.rows == 1)
 
 
 @interpreted

@@ -57,7 +57,12 @@ def sampling(subject: Subject) -> Outcome:
 @mode
 def beams(subject: Subject) -> Outcome:
     """Beam search."""
-    return [subject.generate(prompt(2, 60), subject.cache(), num_beams=3)]
+    options = {"num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+    out = subject.generate(prompt(2, 60), subject.cache(), num_beams=3, **options)
+    scores = out.sequences_scores.view(2, 2)
+    # Of two beams as good as each other, as a model that repeats itself has them, rounding decides which is the best one.
+    is_clear = scores[:, 0] - scores[:, 1] > 1e-4
+    return [scores, out.sequences[::2][is_clear]]
 
 
 @mode
