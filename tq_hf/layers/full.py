@@ -174,6 +174,13 @@ class TurboQuantLayer(LayerChecks, LayerEdits, LayerDense, CacheLayerMixin):
     def _make_way(self, new: int) -> None:
         """Called before `new` tokens come in: a layer that forgets does so here."""
 
+    def _mask_to_read(self, step: Step, mask: Tensor | None) -> Tensor | None:
+        """A step's mask over all that its attention reads: a layer whose handles show less adds the rest here."""
+        return mask
+
+    def _announce(self, step: Step) -> None:
+        """Called before a step's tokens are taken in: a layer that keeps no pages for what nobody will see notes it here."""
+
     def _accept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """New states in the dtype they are kept in; makes the tensors where these are the first."""
         device = key.device.type
@@ -268,8 +275,10 @@ class TurboQuantLayer(LayerChecks, LayerEdits, LayerDense, CacheLayerMixin):
     ) -> Tensor:
         """`attend_and_commit` of a step that `_only_appends`, in one call."""
         self.require_device(step, query, mask, aux_sinks)
+        mask = self._mask_to_read(step, mask)
         self.before, self.is_torn = Before(self.length, self.packed_end, self.is_empty), True
         try:
+            self._announce(step)
             reads = self._reads(query, *step.rows, mask, aux_sinks, scaling, softcap, causal)
             out = ops.attend_and_commit(self.flags, self.config.recent_window, *reads)
             self.length += 1
@@ -313,6 +322,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, LayerDense, CacheLayerMixin):
             ValueError: a tensor on another device than the cache's.
         """
         self.require_device(step, query, mask, aux_sinks)
+        mask = self._mask_to_read(step, mask)
         key, value = step.rows
         if step.committed:  # a second layer reads the same keys (KV sharing): they are part of the state by now
             self._require_newest(step)
@@ -364,6 +374,7 @@ class TurboQuantLayer(LayerChecks, LayerEdits, LayerDense, CacheLayerMixin):
 
     def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
         """`commit`, with `due` pages to pack, of a layer that (still) `learns` its keys' balance."""
+        self._announce(step)
         table, new = self.table, step.new
         is_static = table.is_static
         key, value = step.rows

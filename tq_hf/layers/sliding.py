@@ -308,35 +308,8 @@ class SlidingLayer(TurboQuantLayer):
     def _make_way(self, new: int) -> None:
         self.table.advance(self.length, new)
 
-    def attend(
-        self,
-        step: Step,
-        query: Tensor,
-        mask: Tensor | None,
-        aux_sinks: Tensor | None,
-        scaling: float,
-        softcap: float,
-        causal: bool,
-    ) -> Tensor:
-        return super().attend(step, query, self._from_origin(step, mask), aux_sinks, scaling, softcap, causal)
-
-    def _attend_and_append(
-        self,
-        step: Step,
-        query: Tensor,
-        mask: Tensor | None,
-        aux_sinks: Tensor | None,
-        scaling: float,
-        softcap: float,
-        causal: bool,
-    ) -> Tensor:
-        mask = self._from_origin(step, mask)
-        self.require_device(step, query, mask, aux_sinks)  # before anything changes
-        self.table.announce(step.start, step.new)
-        return super()._attend_and_append(step, query, mask, aux_sinks, scaling, softcap, causal)
-
-    def _from_origin(self, step: Step, mask: Tensor | None) -> Tensor | None:
-        """A step's mask, with zeros for what its handles do not show."""
+    def _mask_to_read(self, step: Step, mask: Tensor | None) -> Tensor | None:
+        """With zeros for what the step's handles do not show."""
         self._require_readable(step)
         hidden = self.hidden(step)
         return self.table.mask_from_origin(mask, hidden, self.visible_length(step), self) if hidden > 0 else mask
@@ -363,9 +336,8 @@ class SlidingLayer(TurboQuantLayer):
                 " what cache.update() returned in one attention call."
             )
 
-    def _take_in(self, step: Step, mask: Tensor | None, query: Tensor | None, due: int, learns: bool) -> None:
+    def _announce(self, step: Step) -> None:
         self.table.announce(step.start, step.new)
-        super()._take_in(step, mask, query, due, learns)
 
     def _kept(self, step: Step, mask: Tensor) -> Tensor:
         keep, hidden = super()._kept(step, mask), self.hidden(step)
