@@ -33,9 +33,13 @@ def launches(
     entries: int,
     queries: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    appends: bool = False,
     **options: Any,
 ) -> dict[str, Launch]:
-    """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name."""
+    """Kernel, options, arguments and constants of each launch of one `attend`, by the kernel's name.
+
+    appends: whether it appends its token as well, where no page falls due.
+    """
     schedule_module = importlib.import_module("tq_hf.kernels.schedule")
     found = {}
 
@@ -72,9 +76,31 @@ def launches(
     balance = torch.empty(batch, heads, dim) if config.balance_keys else None
     attend(
         vectors(batch, heads * columns, queries), new, new, numbers(4, heads, layout.page_words), *rings, *table, balance,
-        None, None, layout.name, dim**-0.5, 0.0, True, entries,
+        None, None, layout.name, dim**-0.5, 0.0, True, entries, config.recent_window if appends else None,
     )  # fmt: skip
     return found
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    ("batch", "dtype", "warps"),
+    [(1, torch.bfloat16, 1), (2, torch.float32, 1), (32, torch.bfloat16, 4), (64, torch.bfloat16, 0)],
+    ids=str,
+)
+def test_a_step_ends_with_its_token(
+    monkeypatch: pytest.MonkeyPatch, batch: int, dtype: torch.dtype, warps: int, architecture: int, tmp_path: Path
+) -> None:
+    """Beside the combination, unless it is too much for one program (0 warps)."""
+    found = launches(monkeypatch, architecture, "tq4", 128, 4, batch, 8, dtype=dtype, appends=True)
+    if warps == 0:
+        assert list(found)[-3:] == ["combine", "append_tokens", "advance_counters"]
+        return
+    assert list(found)[-2:] == ["decode", "combine_and_append"]
+    launch = found["combine_and_append"]
+    assert launch[1]["num_warps"] == warps
+    compiled = compile_launch(launch, architecture)
+    assert resources(compiled, tmp_path)[1] == 0
+    assert compiled.asm["ptx"].count("griddepcontrol.wait") == (2 if architecture >= 90 else 0)  # both parts
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
@@ -90,6 +116,19 @@ def test_a_step_compiles(monkeypatch: pytest.MonkeyPatch, preset: str, architect
         compiled = compile_launch(found[name], architecture)
         assert name == "decode" or resources(compiled, tmp_path)[1] == 0, name
         assert lanes_hold_elements(compiled.asm["ttgir"]) >= least, name
+
+
+def test_the_benchmark_can_leave_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench_decode import without
+
+    from tq_hf.kernels.attend import calls
+
+    launches(monkeypatch, 90, "tq4", 128, 4, 1, 8)
+    assert calls.cache_info().currsize == 1  # what another call that looks alike would launch
+    with without("prepare", "combine"):
+        assert calls.cache_info().currsize == 0
+        assert list(launches(monkeypatch, 90, "tq4", 128, 4, 1, 8)) == ["decode"]
+    assert calls.cache_info().currsize == 0
 
 
 def test_exact_tokens_of_32_bits_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ def append_tokens(
     p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters,
     n, tail, window, sinks, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     PAGE: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, AFTER_PACKING: tl.constexpr, AWAITED: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(tail + sinks, ROWS), H, B): the last `tail` new tokens, which may stay in the ring, then the sink slots.
 
     Args:
-        AFTER_PACKING: whether this kernel may start before `store.pack_pages` has read the ring.
+        CHAINED: whether this kernel may start before the one ahead of it has read the ring.
         AWAITED: whether the next kernel may start before this one has finished, and waits for it.
     """
     if AWAITED:
@@ -56,7 +56,7 @@ def append_tokens(
     p_new = p_value + (i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + index * stride_vt)
     value = tl.load(p_new[:, None] + d[None, :], mask=value_mask)  # [ROWS, VALUE_BLOCK]
     p_values = row_pointers(to_ring, p_ring_value + ring * VALUE_DIM, p_sink_value + sink * VALUE_DIM, d)
-    if AFTER_PACKING:
+    if CHAINED:
         gdc_wait()
     tl.store(p_keys, key, mask=key_mask)
     tl.store(p_values, value, mask=value_mask)
@@ -81,13 +81,13 @@ def append_token(
     p_key, p_value, p_ring_key, p_ring_value, p_sink_key, p_sink_value, p_row_start, p_counters,
     vectors, heads, window, sinks, stride_kb, stride_kh, stride_vb, stride_vh,
     PAGE: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, VECTORS: tl.constexpr, AFTER_PACKING: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, VECTORS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program, which appends a single token of all rows and heads, `vectors` of them, and then advances the counters:
     a decode step is a launch less so.
 
     Args:
-        AFTER_PACKING: as of `append_tokens`.
+        CHAINED: as of `append_tokens`.
     """
     i = tl.arange(0, VECTORS)
     inside = i < vectors
@@ -108,7 +108,7 @@ def append_token(
     e = tl.arange(0, VALUE_BLOCK)
     value_mask = (e < VALUE_DIM)[None, :]
     value = tl.load((p_value + i_b * stride_vb + i_h * stride_vh)[:, None] + e[None, :], mask=inside[:, None] & value_mask)
-    if AFTER_PACKING:
+    if CHAINED:
         gdc_wait()
     tl.store((p_ring_key + ring * KEY_DIM)[:, None] + d[None, :], key, mask=to_ring[:, None] & mask)
     tl.store((p_sink_key + sink * KEY_DIM)[:, None] + d[None, :], key, mask=to_sink[:, None] & mask)
@@ -149,7 +149,7 @@ def append_calls(
         both = prepared(
             append_token, (1,), EARLY if chained else USUAL, dtypes,
             (batch * heads, heads, recent_window, sinks, *key_strides[:2], *value_strides[:2]),
-            **sizes, VECTORS=vectors, AFTER_PACKING=chained,
+            **sizes, VECTORS=vectors, CHAINED=chained,
         )  # fmt: skip
         return both, None
     tail = min(n, recent_window + page_size)
@@ -157,7 +157,7 @@ def append_calls(
     append = prepared(
         append_tokens, (cdiv(tail + sinks, rows), heads, batch), EARLY if chained else USUAL, dtypes,
         (n, tail, recent_window, sinks, *key_strides[:3], *value_strides[:3]),
-        **sizes, ROWS=rows, AFTER_PACKING=chained, AWAITED=overlap,
+        **sizes, ROWS=rows, CHAINED=chained, AWAITED=overlap,
     )  # fmt: skip
     advance = prepared(
         advance_counters, (1,), EARLY if overlap else USUAL, (torch.int32,), (n, recent_window), PAGE=page_size,

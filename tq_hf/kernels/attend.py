@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import padded_dim
+from .combine_and_append import joined
 from .commit import calls_behind_packing
 from .lanes import on_device
 from .launch import Call, Chain
@@ -108,6 +109,7 @@ EXACT = (*NEW, "row_start", "counters", "mask", "work")
 DECODE = (*NEW, "pool", "tables", "page_ids", "row_start", "counters", "mask", "work")
 COMBINE = ("work", "value_signs", "aux_sinks", "row_start", "counters", "out")
 APPEND = (*NEW[1:], "row_start", "counters")
+COMBINE_AND_APPEND = ("work", "value_signs", "aux_sinks", "out", *APPEND)
 ADVANCE = ("counters",)
 
 
@@ -235,17 +237,19 @@ def calls(
         total * query_heads * value_dim, query_heads * value_dim,
     )  # fmt: skip
     behind: tuple[tuple[Call | None, tuple[str, ...]], ...] = ()
+    both = None
     if recent_window is not None:
         append, advance = calls_behind_packing(
             layout, key_shape, key_strides, value_strides, value_dim, dtype, device, sinks, recent_window, False
         )
         behind = (append, APPEND), (advance, ADVANCE)
+        both = joined(combine, append)
     if plan.extend is None and plan.packed is None:
         signs = (plan.query_signs, plan.tables, plan.value_signs)
         are_there = (is_balanced, mask_strides is not None, aux_dtype is not None, *(each is not None for each in signs))
         names = (*TENSORS, *(name for name, is_there in zip(OPTIONAL, are_there) if is_there))
-        kernels = ((prepare, PREPARE), (exact, EXACT), (decode, DECODE), (combine, COMBINE), *behind)
-        return Chained(plan, _chain(names, *kernels))
+        end = ((combine, COMBINE), *behind) if both is None else ((both, COMBINE_AND_APPEND),)
+        return Chained(plan, _chain(names, (prepare, PREPARE), (exact, EXACT), (decode, DECODE), *end))
     exponent = None if cap is None else cap * LOG2_E
     if plan.extend is not None:
         pages = plan.extend(
