@@ -98,7 +98,7 @@ def host_bars(found: dict[str, Any]) -> Iterator[Bar]:
         if row["attention"] == "packed_attention" and not row["page"]:
             name = f"{row['shape']}, {row['padding']} padding"
             # A token is stored in the same call: the aim was set without that.
-            yield Bar(f"{name}: host µs of update, attention and storing", row["total_us"], HOST_US)
+            yield Bar(f"{name}: host µs of a layer's update, attention and storing", row["total_us"], HOST_US)
 
 
 def generate_bars(found: dict[str, Any]) -> Iterator[Bar]:

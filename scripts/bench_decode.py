@@ -26,8 +26,9 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tq_hf import reference
 from tq_hf.config import TurboQuantConfig
 from tq_hf.kernels import attend, commit
+from tq_hf.kernels.attend import calls as kept_calls
 from tq_hf.kernels.schedule import Launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,15 +211,18 @@ def error_of(case: Case, layer: State) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def without(*kernels: str) -> Any:
-    """A context in which `attend` does not launch these kernels."""
-    run = Launch.__call__
+@contextmanager
+def without(*kernels: str) -> Iterator[None]:
+    """Meanwhile `attend` does not launch these kernels."""
+    make = Launch.__call__
 
-    def run_others(launch: Launch, *arguments: Any) -> None:
-        if launch.launcher.kernel.fn.__name__ not in kernels:
-            run(launch, *arguments)
+    def make_others(launch: Launch, *numbers: Any) -> Any:
+        return None if launch.launcher.kernel.fn.__name__ in kernels else make(launch, *numbers)
 
-    return mock.patch.object(Launch, "__call__", run_others)
+    kept_calls.cache_clear()  # what is launched is kept for calls that look alike
+    with mock.patch.object(Launch, "__call__", make_others):
+        yield
+    kept_calls.cache_clear()
 
 
 def host_time(call: Callable[[], Any]) -> float:

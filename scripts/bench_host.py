@@ -1,9 +1,10 @@
-"""Times the host's share of an eager decode step of one layer on a GPU: `cache.update`, attention, commit.
+"""Times the host's share of an eager decode step on a GPU, a layer of a model's many: `cache.update`, attention, commit.
 
     python scripts/bench_host.py [--json results.json]
 
-The GPU is let catch up every few steps, so that no call waits for room in its queue. Prints Markdown tables of medians, and
-of the fastest tenth of all steps: a host that others share may take twice as long for a while.
+The GPU is let catch up before each step, so that no call waits for room in its queue. What is done once a step, by the first
+layer, counts for all: a step's times are divided by its layers. Prints Markdown tables of medians, and of the fastest tenth
+of all steps: a host that others share may take twice as long for a while.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from tq_hf.attention import turboquant_attention, turboquant_mask
 from tq_hf.kernels.launch import Call, Launcher, launch
 
 HEADS, QUERY_HEADS, DIM, DTYPE = 8, 32, 128, torch.bfloat16
-STEPS, STEPS_AT_ONCE = 320, 8
+LAYERS = 32
+STEPS = 160
 WARM_UP = 40  # steps: a page falls due
-LAUNCHES = 100
+LAUNCHES, LAUNCHES_AT_ONCE = 100, 8
 # Of an attention call, the ops' own names: the first alone, or the others.
 PARTS = ("attend_and_commit", "attend", "observe", "commit")
 MODULE = torch.nn.Module()  # attention functions ask it nothing that matters here
@@ -76,30 +78,30 @@ class Stopwatch:
 def steps(
     cache: TurboQuantCache, attention: Callable[..., None], batch: int, padding: int, count: int
 ) -> list[dict[str, Any]]:
-    """Nanoseconds of `count` decode steps by part, and whether a page was packed."""
+    """Nanoseconds of a layer in `count` decode steps by part, and whether pages were packed."""
     query, key, value = states(batch, 1)
     watches = {name: Stopwatch(name) for name in PARTS}
     layer, taken = cache.packed_layers[0], []
     for name, watch in watches.items():
         setattr(ops, name, watch)
     try:
-        for i in range(count):
-            if i % STEPS_AT_ONCE == 0:
-                torch.cuda.synchronize()
+        for _ in range(count):
             mask = left_padding(batch, layer.length + 1, padding)
             packed = layer.packed_end
             for watch in watches.values():
                 watch.nanoseconds = 0
-            began = perf_counter_ns()
-            handles = cache.update(key, value, 0)
-            updated = perf_counter_ns()
-            attention(query, *handles, mask)
-            done = perf_counter_ns()
+            torch.cuda.synchronize()
+            updates, began = 0, perf_counter_ns()
+            for i in range(LAYERS):
+                before = perf_counter_ns()
+                handles = cache.update(key, value, i)
+                updates += perf_counter_ns() - before
+                attention(query, *handles, mask)
+            total = perf_counter_ns() - began
             parts = {name: watch.nanoseconds for name, watch in watches.items()}
-            taken.append({
-                "update": updated - began, **parts, "rest": done - updated - sum(parts.values()), "total": done - began,
-                "page": layer.packed_end > packed,
-            })  # fmt: skip
+            rest = total - updates - sum(parts.values())
+            one = {"update": updates, **parts, "rest": rest, "total": total}
+            taken.append({name: ns / LAYERS for name, ns in one.items()} | {"page": layer.packed_end > packed})
     finally:
         for name, watch in watches.items():
             setattr(ops, name, watch.run)
@@ -107,13 +109,18 @@ def steps(
 
 
 def bench_step(preset: str, batch: int, tokens: int, attention: Callable[..., None], padding: int) -> list[dict[str, Any]]:
-    """Microseconds of the steps without and with a page."""
+    """Microseconds of a layer in the steps without and with a page."""
     config = LlamaConfig(
-        hidden_size=QUERY_HEADS * DIM, num_attention_heads=QUERY_HEADS, num_key_value_heads=HEADS, num_hidden_layers=1
+        hidden_size=QUERY_HEADS * DIM,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=HEADS,
+        num_hidden_layers=LAYERS,
     )
     cache = TurboQuantCache(config, preset)
     query, key, value = states(batch, tokens)
-    packed_attention(query, *cache.update(key, value, 0), left_padding(batch, tokens, padding))
+    mask = left_padding(batch, tokens, padding)
+    for i in range(LAYERS):
+        packed_attention(query, *cache.update(key, value, i), mask)
     steps(cache, attention, batch, padding, WARM_UP)  # compiles
     taken = steps(cache, attention, batch, padding, STEPS)
     rows = []
@@ -152,10 +159,10 @@ def bench_launch() -> list[dict[str, Any]]:
         for i in range(LAUNCHES + 3):
             torch.cuda.synchronize()
             began = perf_counter_ns()
-            for _ in range(STEPS_AT_ONCE):
+            for _ in range(LAUNCHES_AT_ONCE):
                 run()
             if i >= 3:
-                times.append((perf_counter_ns() - began) / STEPS_AT_ONCE / 1e3)
+                times.append((perf_counter_ns() - began) / LAUNCHES_AT_ONCE / 1e3)
         rows.append({"launch": name, "us": statistics.median(times)})
     return rows
 

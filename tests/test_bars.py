@@ -66,7 +66,7 @@ def test_extend_store_and_host() -> None:
         for name in ("packed_attention", "sdpa")
     ]
     assert by_name(list(bars.host_bars({"steps": steps}))) == {
-        "1x8192, 0 padding: host µs of update, attention and storing": (61, False)
+        "1x8192, 0 padding: host µs of a layer's update, attention and storing": (61, False)
     }
 
 
