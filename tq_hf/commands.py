@@ -21,6 +21,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from . import embedded_model
+from .cpu_products import has_16_bit_products, multiply_in_float32
 from .errors import RequestError as RequestError  # from here as well
 from .errors import first_line as first_line
 
@@ -81,6 +82,8 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype = torch.bflo
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         kind = "folder" if Path(source).is_dir() else "hub id (no folder of that name exists)"
         raise RequestError(f"no model could be loaded from the {kind} {shown}: {first_line(error)}") from error
+    if shown == embedded_model.NAME and device.type == "cpu" and not has_16_bit_products():
+        multiply_in_float32(model)  # it is small
     return Loaded(shown, model.to(device).eval(), tokenizer)
 
 
