@@ -1,5 +1,5 @@
-"""16-bit models on CPUs that cannot multiply 16-bit numbers: before AVX-512, torch reads a prompt five times as fast where its
-products are in float32."""
+"""16-bit models on CPUs that cannot multiply 16-bit numbers: before AVX-512, torch reads a prompt five times as fast with
+products in float32."""
 
 from __future__ import annotations
 
