@@ -13,6 +13,8 @@ import numpy as np
 import triton.runtime.interpreter as interpreter
 from numpy.typing import NDArray
 
+from tests import interpreting
+
 Register = NDArray[Any]
 
 LANE = np.arange(32)
@@ -21,6 +23,7 @@ G, T = LANE // 4, LANE % 4
 
 def install() -> None:
     """Make the interpreter's builder know the instructions."""
+    interpreting.install()
     interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
     # Triton 3.7 and before have np.maximum, which returns NaN where either number is, as no GPU does.
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)

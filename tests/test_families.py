@@ -31,7 +31,7 @@ from tq_hf.layers.full import TurboQuantLayer
 from tq_hf.layers.hybrid import HybridLayer
 
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 0}
-PROMPT, NEW = 60, 40  # pages fall due in the prompt and on the way
+PROMPT, NEW = 60, 12  # pages fall due in the prompt and on the way
 
 
 def inputs(model: PreTrainedModel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -66,12 +66,12 @@ def test_raw_pages_give_the_tokens_of_dynamic_cache(family: str, attention: str)
     cache = TurboQuantCache(model.config, "raw", **SMALL)
     result = run(model, cache)
     assert torch.equal(result.sequences, expected.sequences)
-    assert len(result.sequences[0, -NEW:].unique()) > 5
+    assert len(result.sequences[0, -NEW:].unique()) > 3
     for ours, theirs in zip(result.logits, expected.logits, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
     assert bool(cache.packed_layers) == (family not in UNPACKED)
     full = [layer.report(0).packed_tokens for layer in cache.packed_layers if type(layer) in (TurboQuantLayer, HybridLayer)]
-    assert full == [2 * 96] * len(full)
+    assert full == [2 * 64] * len(full)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in (*UNPACKED, *EAGER_ONLY)])
@@ -282,8 +282,8 @@ def test_images_in_the_prompt(family: str, attention: str) -> None:
     model = tiny_model(family)
     given = pixels(family)
     options = {
-        "max_new_tokens": NEW,
-        "min_new_tokens": NEW,
+        "max_new_tokens": 40,
+        "min_new_tokens": 40,
         "do_sample": False,
         "pad_token_id": 0,
         "no_repeat_ngram_size": 2,

@@ -58,8 +58,8 @@ CASES = [(family, attention) for family in list(FAMILIES)[:10] for attention in 
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 140}], ids=["dynamic", "static"])
 def test_raw_pages_give_the_reference_tokens(family: str, attention: str, options: dict[str, int]) -> None:
     model = tiny_model(family)
-    ids, mask = left_padded(2, 100, [0, 37])
-    scored = {"output_logits": True, "return_dict_in_generate": True}
+    ids, mask = left_padded(2, 110, [0, 37])  # the third page falls due while decoding
+    scored = {"output_logits": True, "return_dict_in_generate": True, "new": 10}
     expected = reference(model, ids, mask, **scored)
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model.config, "raw", **SMALL, **options)

@@ -16,7 +16,7 @@ from tq_hf import TurboQuantCache
 
 pytestmark = pytest.mark.network
 SMALL = {"page_size": 32, "recent_window": 0, "sink_tokens": 4}
-NEW = 12
+PROMPT, NEW = 126, 8  # the fourth page falls due at 132 tokens
 TEXT = (Path(__file__).parents[1] / "tq_hf" / "handbook.txt").read_text(encoding="utf-8")
 
 
@@ -24,11 +24,11 @@ TEXT = (Path(__file__).parents[1] / "tq_hf" / "handbook.txt").read_text(encoding
 def exact_model(embedded_folder: Path) -> tuple[Any, Tensor]:
     """The embedded model in float32, and a text's tokens."""
     model = AutoModelForCausalLM.from_pretrained(embedded_folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(embedded_folder)(TEXT, return_tensors="pt").input_ids[:, :240]
+    return model, AutoTokenizer.from_pretrained(embedded_folder)(TEXT, return_tensors="pt").input_ids[:, : 2 * PROMPT]
 
 
 def padded(ids: Tensor) -> tuple[Tensor, Tensor]:
-    batch, mask = torch.cat([ids[:, :120], ids[:, 120:240]]), torch.ones(2, 120, dtype=torch.long)
+    batch, mask = ids.view(2, PROMPT).clone(), torch.ones(2, PROMPT, dtype=torch.long)
     batch[1, :37], mask[1, :37] = 0, 0
     return batch, mask
 
@@ -42,9 +42,9 @@ def forked(model: Any, ids: Tensor, cache: Any) -> list[Tensor]:
 
 
 MODES: dict[str, Callable[[Any, Tensor, Any], Any]] = {
-    "greedy": lambda model, ids, cache: generate(model, ids[:, :120], cache, new=24),
-    "beams": lambda model, ids, cache: generate(model, ids[:, :120], cache, new=NEW, num_beams=2),
-    "lookup": lambda model, ids, cache: generate(model, ids[:, :120], cache, new=24, prompt_lookup_num_tokens=3),
+    "greedy": lambda model, ids, cache: generate(model, ids[:, :PROMPT], cache, new=16),
+    "beams": lambda model, ids, cache: generate(model, ids[:, :PROMPT], cache, new=NEW, num_beams=2),
+    "lookup": lambda model, ids, cache: generate(model, ids[:, :PROMPT], cache, new=16, prompt_lookup_num_tokens=3),
     "padded batch": lambda model, ids, cache: generate(model, padded(ids)[0], cache, padded(ids)[1], new=NEW),
     "forks": forked,
 }

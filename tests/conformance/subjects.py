@@ -79,7 +79,7 @@ class Subject:
         return {"input_ids": source, "attention_mask": torch.ones_like(source), "decoder_input_ids": ids,
                 "decoder_attention_mask": mask}  # fmt: skip
 
-    def generate(self, inputs: Tensor | dict[str, Any], cache: Any, new: int = 10, **options: Any) -> Any:
+    def generate(self, inputs: Tensor | dict[str, Any], cache: Any, new: int = 6, **options: Any) -> Any:
         """`model.generate`, exactly `new` tokens, greedy unless `options` say otherwise.
 
         Without repeats, since an untrained model otherwise says the same token again and again.
