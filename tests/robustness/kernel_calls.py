@@ -24,6 +24,7 @@ from tests import test_kernels_observe as statistics
 from tq_hf import kernels
 
 KERNELS = Path(kernels.__file__).parent
+LAUNCHERS = {"Launch", "Launcher", "launch", "prepared"}  # take a kernel first
 # Each of the ways that `schedule.py` takes: decode, several columns (packed), chunks (extend), exact tokens by themselves.
 CASES = [
     attention.Case(length=100),
@@ -52,14 +53,20 @@ def write_beyond(p_out, n, BLOCK: tl.constexpr):
 
 
 def entry_kernels() -> set[str]:
-    """The kernels that are launched: `triton.jit` functions that no other one calls."""
-    defined, called = set(), set()
+    """The kernels that are launched: `triton.jit` functions that a launcher is made for, or that get a grid. They may call
+    each other as well."""
+    defined, launched = set(), set()
     for path in KERNELS.glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and any(".jit" in ast.unparse(d) for d in node.decorator_list):
                 defined.add(node.name)
-                called |= {c.func.id for c in ast.walk(node) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)}
-    return defined - called
+                continue
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in LAUNCHERS and call.args:
+                    launched.add(ast.unparse(call.args[0]))
+                elif isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                    launched.add(ast.unparse(call.func.value))
+    return defined & launched
 
 
 def call_all(device: str) -> set[str]:
